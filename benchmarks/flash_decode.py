@@ -10,6 +10,9 @@ variants of pkt have pages of 64 keys in random order. Those named "captured" ar
 in the same job. Further settings than the default are there to be compared: bytes loaded at a time, loads on their way,
 programs on an SM.
 
+The numbers of the caches are half those of float8_e4m3fn. So the fp8 caches, with a scale of 0.5, hold the same keys
+and values as those in bf16, and every variant computes the same.
+
 B 1, heads 96/96: of a sequence 96 query heads and 96 KV heads, of 128 elements.
 """
 
@@ -30,6 +33,7 @@ PAGE, D = 64, 128
 SIZES = ((1, 96, 96, 32768), (1, 96, 96, 131072), (1, 64, 8, 131072), (16, 64, 8, 32768), (64, 64, 8, 8192))
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt waits": {"mode": "waits"},
     "pkt unfused": {"mode": "unfused"},
     "pkt nccl": {"mode": "nccl"},
     "pkt 64 keys, 2 stages": {"block": 64, "stages": 2},
@@ -38,18 +42,27 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt 128 keys, 3 stages, 8 warps": {"block": 128, "stages": 3, "warps": 8},
     "pkt 64 keys, 3 stages, 2 an SM": {"block": 64, "stages": 3, "each": 2},
     "pkt 32 keys, 5 stages, 2 an SM": {"block": 32, "stages": 5, "each": 2},
+    "pkt fp8 cache": {"fp8": True},
+    "pkt fp8 cache, waits": {"fp8": True, "mode": "waits"},
+    "pkt fp8 cache, unfused": {"fp8": True, "mode": "unfused"},
+    "pkt fp8 cache, nccl": {"fp8": True, "mode": "nccl"},
+    "pkt fp8 cache, 64 keys, 4 stages": {"fp8": True, "block": 64, "stages": 4},
+    "pkt fp8 cache, 64 keys, 8 stages": {"fp8": True, "block": 64, "stages": 8},
 }
 QUICK: dict[str, dict[str, Any]] = {
     "pkt default": {"block": 16, "stages": 1},
+    "pkt waits": {"mode": "waits", "block": 16, "stages": 1},
     "pkt unfused": {"mode": "unfused", "block": 16, "stages": 1},
+    "pkt fp8 cache": {"fp8": True, "block": 16, "stages": 1},
 }
+CAPTURED = {name: f"{name}, captured" for name in ("pkt default", "pkt fp8 cache")}
 BASELINES = ("SDPA alone", "SDPA + NCCL", "SDPA + NCCL, captured")
 
 
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, "pkt default, captured", *PLAIN]
+    return [*BASELINES, *CAPTURED.values(), *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -66,16 +79,22 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
     n = S // size  # keys of a rank, in whole pages but for the last
     each = -(-n // PAGE)
     q = normal((B, 1, heads, D), 1, device)
-    k, v = (normal((B * each, PAGE, kv_heads, D), 2 + 2 * world.rank + i, device) for i in range(2))
+    shape = B * each, PAGE, kv_heads, D
+    small = [normal(shape, 2 + 2 * world.rank + i, device, 2.0).to(torch.float8_e4m3fn) for i in range(2)]
+    half = torch.full((1,), 0.5, dtype=torch.float32, device=device)
+    k, v = (cache.bfloat16() * half.bfloat16() for cache in small)
     random = torch.Generator(device=device).manual_seed(world.rank)
     table = torch.randperm(B * each, generator=random, device=device).int().view(B, each)
     lens = torch.full((B, 1), n, dtype=torch.int32, device=device)
 
     def run(options: dict[str, Any]) -> Callable[[], torch.Tensor]:
-        given = {name: value for name, value in options.items() if name != "each"}
+        given = {name: value for name, value in options.items() if name not in ("each", "fp8")}
         if "each" in options:
             given["programs"] = options["each"] * world.num_sms
-        return lambda: flash_decode(q, k, v, table, lens, world=world, **given)[0]
+        if "fp8" in options:
+            given |= {"k_scale": half, "v_scale": half}
+        caches = small if "fp8" in options else (k, v)
+        return lambda: flash_decode(q, *caches, table, lens, world=world, **given)[0]
 
     keys, values = (_together(cache, table, n) for cache in (k, v))
 
@@ -88,7 +107,7 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
     runs = {name: run(options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
         runs |= _baselines(q, keys, values, size)
-        runs["pkt default, captured"] = captured(runs["pkt default"])
+        runs |= {name: captured(runs[plain]) for plain, name in CAPTURED.items()}
     return Case(
         nbytes=4.0 * (size - 1) * B * heads * (D + 1),
         flops=4.0 * B * heads * n * D,
@@ -96,7 +115,7 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
         exact=exact,
         scaled=None,
         unchecked=frozenset({"SDPA alone"}),
-        optional=frozenset({"pkt nccl"}),
+        optional=frozenset({"pkt nccl", "pkt fp8 cache, nccl"}),
     )
 
 

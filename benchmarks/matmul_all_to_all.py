@@ -5,7 +5,8 @@
 
 "product alone" multiplies and exchanges nothing, so its result is not checked. "product + NCCL" exchanges heads with
 NCCL's all-to-all, which needs permuted copies before and behind it. Variants named "captured" are replayed. All
-variants of a case run in the same job.
+variants of a case run in the same job. In the cases "normed and rotated" the heads of queries and keys get an RMSNorm
+and a rotary embedding: in pkt's call, and by torch, in fp32, behind NCCL's exchange.
 """
 
 from __future__ import annotations
@@ -43,17 +44,37 @@ def variants(device: str, quick: bool) -> list[str]:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    return _heads.cases(quick, _heads.QUERIES + 2 * _heads.KEYS)
+    plain = _heads.cases(quick, _heads.QUERIES + 2 * _heads.KEYS)
+    turned = {f"{label}, normed and rotated": {**sizes, "turned": True} for label, sizes in plain.items()}
+    if quick:  # "push" takes heads of 16 elements at least
+        turned = {label: {**sizes, "d": 16} for label, sizes in turned.items()}
+    return plain | turned
 
 
-def case(world: Any, T: int, k: int, h: int, d: int) -> Case:
+def case(world: Any, T: int, k: int, h: int, d: int, turned: bool = False) -> Case:
     size, device, s = world.size, world.torch_device, T // world.size
     weight = normal((k, h, d), size, device, scale=k**-0.5)
     x = normal((1, s, k), world.rank, device)
+    each = h // size
+    heads = each - max(_heads.KEYS * each // (_heads.QUERIES + 2 * _heads.KEYS), 1)  # of a rank's queries and keys
+    norm, angles = normal((h, d), size + 1, device), torch.arange(T, device=device)[:, None] * _rates(d, device)
+    own = angles[world.rank * s :][:s]
+    more: dict[str, Any] = {"norm": norm, "cos": own.cos(), "sin": own.sin(), "qk_heads": heads} if turned else {}
 
     def run(mode: str | None = None, symmetric: bool = False, **settings: Any) -> Callable[[], torch.Tensor]:
-        out = pkt.empty(1, T, h // size, d, dtype=x.dtype, world=world) if symmetric else None
-        return lambda: matmul_all_to_all(x, weight, out, mode=mode, world=world, **settings)  # type: ignore[arg-type]
+        out = pkt.empty(1, T, each, d, dtype=x.dtype, world=world) if symmetric else None
+        return lambda: matmul_all_to_all(x, weight, out, mode=mode, world=world, **more, **settings)  # type: ignore[arg-type]
+
+    def finished(there: torch.Tensor) -> torch.Tensor:
+        """All positions of my heads, those of queries and keys normed and rotated by torch, in fp32."""
+        if not turned:
+            return there
+        mine = norm.tensor_split(size, 0)[world.rank][:heads].float()
+        qk = torch.nn.functional.rms_norm(there[:, :, :heads].float(), (d,), eps=1e-6) * mine
+        first, second = qk.chunk(2, -1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        qk = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([qk.to(there.dtype), there[:, :, heads:]], 2)
 
     def multiplied() -> torch.Tensor:
         return torch.mm(x.view(s, k), weight.flatten(1)).view(1, s, h, d)
@@ -62,11 +83,11 @@ def case(world: Any, T: int, k: int, h: int, d: int) -> Case:
         """This rank's heads of all ranks' positions, by torch."""
         mine = weight.tensor_split(size, 1)[world.rank].flatten(1)
         tokens = torch.cat([normal((1, s, k), rank, device) for rank in range(size)], 1)
-        return torch.mm(tokens.view(T, k).float(), mine.float()).view(1, T, h // size, d)
+        return finished(torch.mm(tokens.view(T, k).float(), mine.float()).view(1, T, each, d))
 
     runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
-        runs |= {"product alone": multiplied, "product + NCCL": lambda: _heads.to_heads(multiplied(), size)}
+        runs |= {"product alone": multiplied, "product + NCCL": lambda: finished(_heads.to_heads(multiplied(), size))}
         for name in ("product + NCCL", "pkt default", "pkt push"):
             runs[f"{name}, captured"] = captured(runs[name])
     return Case(
@@ -74,9 +95,14 @@ def case(world: Any, T: int, k: int, h: int, d: int) -> Case:
         flops=2.0 * s * k * h * d,
         variants=runs,
         exact=exact,
-        scaled=x,
+        scaled=None if turned else x,
         unchecked=frozenset({"product alone"}),
     )
+
+
+def _rates(d: int, device: torch.device) -> torch.Tensor:
+    """Of Llama 3: the angle of each element of a half head from one position to the next."""
+    return 500000.0 ** (-torch.arange(0, d, 2, device=device, dtype=torch.float32) / d)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Declared:
         place: Callable[[Call], int | None] = lambda call: None,
         private: str = "",
         most: Mapping[str, int] | None = None,
-        always: bool = False,
+        always: bool | Callable[[Call], bool] = False,
         exact: bool = False,
         terms: Callable[[Mapping[str, int], int], int] = lambda sizes, size: size,
         bound: Callable[..., Sequence[torch.Tensor | float]] | None = None,
@@ -57,11 +57,11 @@ class Declared:
         its backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into
         the first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two
         may share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches
-        for empty operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many
-        numbers an element of the result is a sum of, from the sizes of the letters and of the world. reference(rank,
-        **operands of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank, dtype, roundings,
-        **operands of all ranks, **arguments): how far each result may be from it, where that does not follow from
-        `terms`."""
+        for empty operands, too, which other ranks may need; or a function of a call that says whether it does. exact:
+        data is moved, not computed with. terms: how many numbers an element of the result is a sum of, from the sizes
+        of the letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact result of a
+        rank, in fp64. bound(rank, dtype, roundings, **operands of all ranks, **arguments): how far each result may be
+        from it, where that does not follow from `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.dtype = dtype

@@ -2,19 +2,20 @@
 
 Before attention, of sequences that are split among the ranks: rank r holds S positions x (B, S, K), and weights (K, H,
 D) that name heads. It gets its H / size heads of the positions of all ranks, (B, size * S, H / size, D), in which
-`torch.nn.functional.scaled_dot_product_attention` reads them. `pkt.all_to_all_matmul` goes back.
+`torch.nn.functional.scaled_dot_product_attention` reads them. `pkt.all_to_all_matmul` goes back. Heads of queries and
+keys may be normed and rotated on the way (`shared/rotary.py`).
 
 push: one launch. Tiles are computed in an order that ends with the rank's own heads. Each tile is stored, as it is
     finished, to the rank of its heads, and signalled: into its `out` if that is symmetric, else into an inbox, from
-    which that rank copies it.
-unfused: torch's product, and pkt's all-to-all.
+    which that rank copies it. Norm and rotation are done in the tile, in fp32, before it is rounded.
+unfused: torch's product, a kernel that norms and rotates in place where that is wanted, and pkt's all-to-all.
 
 (size - 1) / size * B * S * H * D * itemsize bytes out of and into each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,34 +23,67 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from .all_to_all import OPERATOR as ALL_TO_ALL
-from .declaration import Call, Case, Form, Launch, Operand
+from .declaration import Call, Case, Form, Launch, Operand, integer, number
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import heads, products
+from .shared import heads, products, rms_norm, rotary
 from .shared.checks import FLOATS, check_tensor
 from .shared.grid import COPY_BYTES, num_programs
 from .shared.heads import Matrix
-from .shared.tile_product import accumulate, default_tiles, finish, stack, store_tile, weights
+from .shared.rotary import turn_kernel, turned
+from .shared.tile_product import Tiles, accumulate, default_tiles, finish, stack, store_tile, weights
 from .shared.unfused import multiply, plain
 
 CALL = "matmul_all_to_all"
+Tensors = Sequence[torch.Tensor]
 
 
 def reference(
-    rank: int, x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None = None
-) -> torch.Tensor:
+    rank: int, x: Tensors, weight: Tensors, bias: Tensors | None = None, norm: Tensors | None = None,
+    cos: Tensors | None = None, sin: Tensors | None = None, qk_heads: int | None = None, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
     """What `rank` gets from the ranks' operands, in fp64."""
     parts = []
+    for at, found in enumerate(_products(rank, x, weight, bias)):
+        n = qk_heads or 0
+        own = norm and norm[at].tensor_split(len(x), 0)[rank][:n]
+        turned = rotary.exact(found[:, :, :n], own, cos and cos[at], sin and sin[at], eps)
+        parts.append(torch.cat([turned, found[:, :, n:]], 2))
+    return torch.cat(parts, 1)
+
+
+def _products(rank: int, x: Tensors, weight: Tensors, bias: Tensors | None) -> Iterator[torch.Tensor]:
+    """Of each rank's positions the heads of `rank`, in fp64."""
     for at, (rows, matrix) in enumerate(zip(x, weight)):
         found = torch.einsum("bsk,khd->bshd", rows.double(), matrix.double())
-        parts.append((found + bias[at].double() if bias else found).tensor_split(len(x), 2)[rank])
-    return torch.cat(parts, 1)
+        yield (found + bias[at].double() if bias else found).tensor_split(len(x), 2)[rank]
+
+
+def bound(
+    rank: int, dtype: torch.dtype, roundings: int, x: Tensors, weight: Tensors, bias: Tensors | None = None,
+    norm: Tensors | None = None, cos: Tensors | None = None, sin: Tensors | None = None, qk_heads: int | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    """How far right elements may be off. A product is a sum of K terms and a bias in fp32. "unfused", of two roundings,
+    rounds it, then the bias added to it, then what it norms and rotates."""
+    unit, tiny, n, parts = rms_norm.UNIT[dtype], rms_norm.TINY[dtype], qk_heads or 0, []
+    sizes = (operand and [t.double().abs() for t in operand] for operand in (x, weight, bias))
+    for at, (exact, size) in enumerate(zip(_products(rank, x, weight, bias), _products(rank, *sizes))):
+        before = (x[at].shape[-1] + 3) * rotary.FP32 * size
+        stored = before + roundings * (unit * (size + before) + tiny)
+        off = stored if roundings > 1 else before
+        own = norm and norm[at].tensor_split(len(x), 0)[rank][:n]
+        angles = cos and cos[at], sin and sin[at]
+        off = rotary.bound(exact[:, :, :n], off[:, :, :n], own, *angles, eps)
+        off = off + unit * (rotary.exact(exact[:, :, :n], own, *angles, eps).abs() + off) + tiny
+        parts.append(torch.cat([off, stored[:, :, n:]], 2))
+    return (torch.cat(parts, 1),)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
@@ -60,6 +94,9 @@ class Push(NamedTuple):
     x_ptr: Any  # (B, S, K) this rank's
     weight_ptr: Any  # (K, size * n), or (size * n, K) if TRANSPOSED, this rank's
     bias_ptr: Any  # (size * n,) this rank's, or None
+    norm_ptr: Any  # (size * n,) this rank's, or None
+    cos_ptr: Any  # fp32 (S, D / 2) this rank's, or None
+    sin_ptr: Any  # the same
     out_ptr: Any  # (B, size * S, n) this rank's; on every rank if DIRECT: rank r stores its positions
     inbox_ptr: Any  # (B, size * S, n) on every rank: rank r stores its positions; None if DIRECT
     ready_ptr: Any  # int32 (size, row blocks) on every rank: tiles of a row block that rank r has ever stored here
@@ -68,6 +105,10 @@ class Push(NamedTuple):
     S: Any
     K: Any
     n: Any
+    qk_heads: Any  # of a rank, the first ones: they are normed and rotated
+    eps: Any
+    D: tl.constexpr  # elements of a head
+    TURNED: tl.constexpr  # some heads are normed or rotated
     DIRECT: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
@@ -121,6 +162,13 @@ def push_kernel(p, world):
         acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
         acc = accumulate(acc, x, b, w, 0, 1, row, col, p.S, world.size * p.n, p.K, p.K, p.TMA, p.TRANSPOSED, p.BLOCK_K)
         tile = finish(acc, p.bias_ptr, col, world.size * p.n, "none")
+        if p.TURNED:
+            head = j * (p.BLOCK_N // p.D)
+            if head < p.qk_heads:
+                norm_ptr = p.norm_ptr
+                if norm_ptr is not None:
+                    norm_ptr += owner * p.n
+                tile = turned(tile, norm_ptr, p.cos_ptr, p.sin_ptr, head, p.qk_heads, row, p.S, p.eps, p.D)
         target_ptr = p.out_ptr
         if owner != rank:
             if owner != free:
@@ -141,6 +189,11 @@ def matmul_all_to_all(
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    qk_heads: int | None = None,
+    eps: float = 1e-6,
     mode: Literal["push", "unfused"] | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
@@ -160,24 +213,74 @@ def matmul_all_to_all(
     For queries, keys and values in one call, the weight has the heads of rank 0 first, those of its queries, keys and
     values, then those of rank 1: see `pkt.join_heads`. A head of keys that several ranks need is in it for each.
 
+    qk_heads: the first so many of each rank's heads, those of its queries and keys, are normed, if `norm` is given, and
+        then rotated, if `cos` and `sin` are. None where neither is wanted. D is even; "push" takes powers of two from
+        16 to 256. norm: (H, D) of x's dtype, the same on every rank, as `pkt.join_heads` makes one of (heads, D) for
+        queries, keys and values; those of values are not used. An element is divided by the root of its head's mean
+        square plus eps, and times `norm`. cos, sin: fp32 (S, D / 2), of this rank's positions, for all sequences. The
+        halves (y1, y2) of a head become (y1 * cos - y2 * sin, y2 * cos + y1 * sin), as Hugging Face's Llama has it.
+        Such calls have no gradient.
+
     mode: a form that the top of kernels/matmul_all_to_all.py describes; "unfused" where None, until "push" has been
         measured.
     tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
         and those left out are as in `Tiles`. The same on every rank.
 
-    Sums are fp32. "push" adds the bias to them and rounds once; "unfused" rounds before it adds the bias. There is no
-    rotary embedding and no norm of heads: apply them to the result, whose rows are all positions. Returns `out`,
-    complete; the operands may be overwritten at once. It has not run on GPUs.
+    Sums are fp32. "push" adds the bias to them, norms, rotates and rounds once; "unfused" rounds before it adds the
+    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once. It has not run on GPUs.
 
     Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push". Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
-    return OPERATOR((x, weight, out, bias), (mode, tiles), world)
+    return OPERATOR((x, weight, out, bias, norm, cos, sin), (qk_heads, eps, mode, tiles), world)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
 def _direct(call: Call) -> bool:
     return isinstance(call.tensors["out"], SymmetricTensor)
+
+
+def _shape(call: Call) -> str:
+    """Of the result; what letters do not say of heads that are normed and rotated is checked here."""
+    given = [name for name in ("norm", "cos", "sin") if call.tensors.get(name) is not None]
+    heads, h, d = call["qk_heads"], call.sizes["h"], call.sizes["d"]
+    if heads is None and given:
+        raise call.refuse("qk_heads", None, f"how many heads of a rank are of queries and keys, with {given[0]}")
+    if len({"cos", "sin"} & {*given}) == 1:
+        raise call.refuse("cos and sin", f"only {given[-1]}", "both or none")
+    if heads is not None and h and heads > h:
+        raise call.refuse("qk_heads", heads, f"no more than the {h} heads of a rank")
+    if heads is not None and d % 2:
+        raise call.refuse("weight", f"heads of {d} elements", "an even number with qk_heads")
+    return "b W*s h d"
+
+
+def _angles(call: Call) -> str:
+    """The shape of cos and sin."""
+    return f"s {call.sizes['d'] // 2}" if "d" in call.sizes else "s d"
+
+
+def _fits_a_tile(call: Call) -> str:
+    """Why "push" cannot norm and rotate a call's heads."""
+    d = call.sizes["d"]
+    fits = call["qk_heads"] is None or not d or (LEAST_HEAD <= d <= MOST_HEAD and not d & (d - 1))
+    return "" if fits else f"qk_heads with heads of {d} elements, not a power of two from {LEAST_HEAD} to {MOST_HEAD}"
+
+
+def _tiles(call: Call) -> Tiles:
+    """Of "push": those of any product, as wide as a head where heads are normed or rotated."""
+    tiles, d = default_tiles(call["s"], call.dtype, call["k"], call["h"] * call["d"]), call["d"]
+    if call["qk_heads"] is None or tiles.block_n >= d:
+        return tiles
+    return tiles._replace(block_m=max(tiles.block_m * tiles.block_n // d, 16), block_n=d)
+
+
+def _whole_heads(call: Call) -> dict[str, Any]:
+    """The settings of "push". Raises ShapeError where heads that are normed or rotated lie in several tiles."""
+    tiles = call["tiles"]
+    if call["qk_heads"] is not None and tiles.block_n % max(call["d"], 1):
+        raise call.refuse("tiles", tuple(tiles), f"BLOCK_N a multiple of a head's {call['d']} elements")
+    return call.settings
 
 
 def _agrees(call: Call) -> dict[str, Any]:
@@ -186,6 +289,11 @@ def _agrees(call: Call) -> dict[str, Any]:
         return {"out": None}
     check_tensor(call.name, "out", call["out"], call.world, peers=True)
     return {"out": call["out"]}
+
+
+def _turns(call: Call) -> bool:
+    """Whether some heads are normed or rotated."""
+    return call["norm"] is not None or call["cos"] is not None
 
 
 def _push(call: Call) -> Launch:
@@ -200,18 +308,20 @@ def _push(call: Call) -> Launch:
 
     inbox, counters = world.keep((CALL, "push", b, s, n, dtype, direct, programs, *tiles[:2]), make)
     matrix = Matrix.of(call["weight"], 1)
-    tma = heads.reaches(dtype, (k, n), call["x"], call["weight"], call["out"])
+    tma = k > 0 and heads.reaches(dtype, (k, n), call["x"], call["weight"], call["out"])
     same = Push(
-        x_ptr=None, weight_ptr=None, bias_ptr=None, out_ptr=None,
+        x_ptr=None, weight_ptr=None, bias_ptr=None, norm_ptr=None, cos_ptr=None, sin_ptr=None, out_ptr=None,
         inbox_ptr=inbox, ready_ptr=counters, free_ptr=counters[size * blocks :], B=b, S=s, K=k, n=n,
+        qk_heads=call["qk_heads"] or 0, eps=float(call["eps"]), D=tl.constexpr(call["d"]),
+        TURNED=tl.constexpr(_turns(call)),
         DIRECT=tl.constexpr(direct), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(matrix.transposed),
         BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
         GROUP=tl.constexpr(tiles.group), COPY=tl.constexpr(COPY_BYTES // dtype.itemsize),
-    )[4:]  # fmt: skip
+    )[7:]  # fmt: skip
     start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
 
-    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Push(x, matrix.rows(weight), bias, out, *same), world.device)
+    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        start(Push(x, matrix.rows(weight), *others, out, *same), world.device)
         return out
 
     return launch
@@ -228,10 +338,18 @@ def _unfused(call: Call) -> Launch:
         ALL_TO_ALL.planned(world, whole, call["out"], scatter=2, gather=1),
     )
 
-    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    heads_of_all = world.size * (call["qk_heads"] or 0)
+    together = min(TURNED_HEADS, triton.next_power_of_2(max(heads_of_all, 1)))
+    grid, turns = (b * s, triton.cdiv(heads_of_all, together)), _turns(call)
+    numbers = s, every, call["h"], call["qk_heads"] or 0, float(call["eps"])
+    constants = d, triton.next_power_of_2(max(d // 2, 1)), together
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Any, *angles: Any) -> torch.Tensor:
         multiply(world, plain(x).view(b * s, k), plain(weight).flatten(1), flat)
         if bias is not None:
             flat.add_(plain(bias).view(-1))
+        if turns:
+            beside(turn_kernel, grid, whole, *angles, *numbers, *constants)
         move(whole, out)
         return out
 
@@ -256,21 +374,37 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+LEAST_HEAD, MOST_HEAD = 16, 256
+"""Elements of a head that "push" norms and rotates: a tile holds whole heads, and has 16 columns at least."""
+TURNED_HEADS = 4
+"""That a program of `turn_kernel` works on."""
+
+
+def _cosines(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> torch.Tensor:
+    """Of any angles: a rotation need not keep lengths."""
+    return torch.randn(shape, generator=generator).cos()
+
+
 MOVES = "(W - 1) / W |x @ weight|"
 SMALL = {"tiles": (64, 256, 32)}
 FEW = {"mode": "push", "tiles": (16, 16, 16)}
+WIDE = 16, 32, 16
+TURNED = {"given": ("bias", "norm", "cos", "sin"), "qk_heads": 2}
 OPERATOR = Operator(
     matmul_all_to_all,
     tensors={
         "x": Operand("b s k", FLOATS), "weight": Operand("k W*h d", strided=True),
-        "bias": Operand("W*h d", optional=True, same=True),
+        "bias": Operand("W*h d", optional=True, same=True), "norm": Operand("W*h d", optional=True, same=True),
+        "cos": Operand(_angles, (torch.float32,), optional=True, make=_cosines),
+        "sin": Operand(_angles, (torch.float32,), optional=True, make=_cosines),
     },
-    result="b W*s h d",
+    result=_shape,
+    arguments={"qk_heads": integer(least=1), "eps": number(above=0)},
     settings={"tiles": products.tiles},
     forms={
         "push": Form(
             _push, "tiles go to the rank of their heads as they are finished", MOVES, agrees=_agrees, small=SMALL,
-            settings={"tiles": lambda call: default_tiles(call["s"], call.dtype, call["k"], call["h"] * call["d"])},
+            settings={"tiles": _tiles}, fits=_fits_a_tile, complete=_whole_heads,
             seconds=heads.seconds_pushed_tiles,
         ),
         "unfused": Form(
@@ -283,8 +417,10 @@ OPERATOR = Operator(
     backward=Backward(
         backward, "of x alone `all_to_all_matmul`; else `all_to_all` once, then two products",
         saves={"x": ("weight",), "weight": ("x",)},
+        refuses=lambda keywords, dtype: "" if keywords["qk_heads"] is None else f"qk_heads={keywords['qk_heads']}",
     ),
-    terms=lambda sizes, size: sizes["k"] + 1,
+    bound=bound,
+    always=lambda call: call["cos"] is not None and call["out"].numel() > 0,  # by which ranks rotate a mere bias
     cases=(
         Case(
             {"b": 2, "s": 3, "k": 8, "h": 2, "d": 4}, out="new", explore=False,
@@ -293,6 +429,8 @@ OPERATOR = Operator(
         Case({"b": 2, "s": 3, "k": 20, "h": 1, "d": 9}, arguments=FEW, ranks=2, out="new"),
         Case({"b": 1, "s": 5, "k": 8, "h": 1, "d": 20}, arguments=FEW | {"given": ("bias",)}),
         Case({"b": 2, "s": 17, "k": 20, "h": 1, "d": 18}, arguments=FEW | {"tiles": (16, 32, 32)}, explore=False),
+        Case({"b": 2, "s": 9, "k": 20, "h": 3, "d": 16}, arguments=FEW | TURNED | {"tiles": WIDE}, explore=False),
+        Case({"b": 1, "s": 5, "k": 12, "h": 3, "d": 6}, arguments={"mode": "unfused"} | TURNED, explore=False),
         Case({"b": 3, "s": 1, "k": 33, "h": 2, "d": 16}, arguments={"given": ("bias",)}, out="new", explore=False),
     ),
 )  # fmt: skip

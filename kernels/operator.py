@@ -224,7 +224,7 @@ class Operator(Choosing):
     def _empty(self, call: Call) -> Launch | None:
         """What "launches" where there is nothing to compute; None where there is."""
         written, size = call.tensors[self.written], call.world.size
-        if self.always:
+        if self.always(call) if callable(self.always) else self.always:
             return None
         if written.numel() == 0 and not self.also:
             return lambda *tensors: tensors[self._written]

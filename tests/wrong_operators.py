@@ -369,7 +369,7 @@ def _decode() -> dict[str, Any]:
     return {
         "q": torch.ones(2, 1, 4, 16), "k_cache": torch.ones(3, 4, 2, 16), "v_cache": torch.ones(3, 4, 2, 16),
         "block_table": torch.zeros(2, 2, dtype=torch.int32), "seq_lens": torch.zeros(2, 1, dtype=torch.int32),
-        "sinks": None, "out": None,
+        "sinks": None, "out": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
 
 
@@ -384,12 +384,18 @@ def _decode_wrong() -> Bad:
         },
         "k_cache": {
             ShapeError: (cache[0], cache[..., :8], turned),
-            DtypeError: (None, cache.half(), cache.int()),
+            DtypeError: (None, cache.half(), cache.int(), cache.to(torch.float8_e4m3fn)),
         },
         "v_cache": {
             ShapeError: (cache[0], cache[:2], cache[:, :3], cache[:, :, :1], turned),
-            DtypeError: (cache.half(), cache.int()),
+            DtypeError: (cache.half(), cache.int(), cache.to(torch.float8_e5m2)),
         },
+        "v_scale v_cache": {ShapeError: ((torch.ones(2), None),)},
+        "k_scale": {
+            ShapeError: (torch.ones(3), torch.ones(1, 1), torch.ones(0)),
+            DtypeError: (2.0, torch.ones(2).half(), torch.ones(2, dtype=torch.float64)),
+        },
+        "v_scale": {ShapeError: (torch.ones(4),), DtypeError: (torch.ones(2).half(),)},
         "block_table": {
             ShapeError: (int32(0, 1), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, 1, dtype=torch.int32)),
             DtypeError: (None, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2)),
@@ -522,12 +528,28 @@ def _ulysses_differ() -> Mapping[str, tuple[Any, Any]]:
 
 # ---------------------------------------------------------------------------------------------- products with exchanges
 def _to_heads() -> dict[str, Any]:
-    return {"x": torch.ones(1, 3, 8), "weight": torch.ones(8, 4, 2), "out": None, "bias": None}
+    turned = {"norm": None, "cos": None, "sin": None}
+    return {"x": torch.ones(1, 3, 8), "weight": torch.ones(8, 4, 2), "out": None, "bias": None, **turned}
 
 
 def _to_heads_wrong() -> Bad:
-    x, weight = torch.ones(1, 3, 8), torch.ones(8, 4, 2)
+    x, weight, norm, angles = torch.ones(1, 3, 8), torch.ones(8, 4, 2), torch.ones(4, 2), torch.ones(3, 1)
     return {
+        "norm qk_heads": {
+            ShapeError: ((norm, None), (norm[:2], 1), (torch.ones(4, 3), 1)),
+            DtypeError: ((norm.half(), 1),),
+        },
+        "qk_heads norm": {ShapeError: ((3, norm), (None, norm))},
+        "cos sin qk_heads": {
+            ShapeError: ((angles, angles, None), (angles, None, 1), (angles[:2], angles, 1)),
+            DtypeError: ((angles.half(), angles, 1),),
+        },
+        "sin cos qk_heads": {
+            ShapeError: ((torch.ones(3, 2), angles, 1), (angles, None, 1)),
+            DtypeError: ((angles.double(), angles, 1),),
+        },
+        "qk_heads": COUNT,
+        "eps": {ShapeError: (0.0, -1.0, float("nan"), float("inf")), DtypeError: NO_NUMBER},
         "x": {ShapeError: (x[0], torch.ones(1, 3, 8, 1)), DtypeError: (None, x.int(), x.double())},
         "weight": {
             ShapeError: (weight[0], weight[:7], weight[:, :3], weight[:, :1], weight.flatten(1)),

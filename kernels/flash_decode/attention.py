@@ -22,12 +22,14 @@ class Decode(NamedTuple):
     A row of the result is number (b * SQ + s) * HEADS + h."""
 
     q_ptr: Any  # (B, SQ, HEADS, D) this rank's, the same on every rank
-    k_ptr: Any  # (pages, PAGE, KV heads, D) this rank's
+    k_ptr: Any  # (pages, PAGE, KV heads, D) this rank's, of q's dtype or fp8, as v_ptr
     v_ptr: Any  # (pages, PAGE, KV heads, E) this rank's; k_ptr with SHARED
     table_ptr: Any  # int32 (B, pages_of), the pages of a sequence on this rank, in the order of its keys
     lens_ptr: Any  # int32 (B, SQ), this rank's keys that a query token sees: the first so many
     sinks_ptr: Any  # fp32 (HEADS,), the same on every rank, or None
     out_ptr: Any  # (B, SQ, HEADS, E) this rank's
+    k_scale_ptr: Any  # fp32 (KV heads,) or of one element, this rank's: what K's elements are times; or None
+    v_scale_ptr: Any  # the same for V; with SHARED k_scale_ptr
     lse_ptr: Any  # fp32 (B, SQ, HEADS) this rank's
     parts_ptr: Any  # int32 (programs + units, ROWS, WORDS, 4) this rank's: parts of units, in flagged words
     flags_ptr: Any  # of this rank; only its launch counter is used
@@ -54,6 +56,8 @@ class Decode(NamedTuple):
     E: tl.constexpr
     PAGE: tl.constexpr
     SHARED: tl.constexpr  # V is the first E of K
+    K_SCALES: tl.constexpr  # 1: each KV head has a scale of its own; 0: all have the first
+    V_SCALES: tl.constexpr
     CAPPED: tl.constexpr
     FUSED: tl.constexpr
     ROWS: tl.constexpr
@@ -130,6 +134,9 @@ def attend(unit, first, last, p):
     end = tl.max(seen, 0)
     e = tl.arange(0, p.COLUMNS)
     table = p.table_ptr + tl.cast(b, tl.int64) * p.pages_of
+    scale = p.scale
+    if p.k_scale_ptr is not None:
+        scale *= tl.load(p.k_scale_ptr + g * p.K_SCALES)
     k_head = p.k_ptr + tl.cast(g, tl.int64) * p.k_head
     v_head = p.v_ptr + tl.cast(g, tl.int64) * p.v_head
 
@@ -141,12 +148,13 @@ def attend(unit, first, last, p):
         there = key < end
         page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
         k_row = k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
-        k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0)
+        # Every number of fp8 is one of bf16, fp16 and fp32, too.
+        k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0.0).to(dtype)
         score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if p.D2:
-            k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0)
+            k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0.0).to(dtype)
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
-        score *= p.scale
+        score *= scale
         if p.CAPPED:
             # tanh(x) = 1 - 2 / (1 + e^2x), right for infinite powers, too
             score = p.cap * (1 - 2 / (1 + tl.exp2(score * (2 * LOG2E / p.cap))))
@@ -160,9 +168,12 @@ def attend(unit, first, last, p):
             v = k1
         else:
             v_row = v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
-            v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0)
+            v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0.0).to(dtype)
         acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
         most = higher
     nothing = total == 0
     lse = tl.where(nothing, float("-inf"), (most + tl.log2(total)) * LN2)
-    return acc / tl.where(nothing, 1.0, total)[:, None], lse
+    acc /= tl.where(nothing, 1.0, total)[:, None]
+    if p.v_scale_ptr is not None:
+        acc *= tl.load(p.v_scale_ptr + g * p.V_SCALES)
+    return acc, lse

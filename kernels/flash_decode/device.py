@@ -1,4 +1,5 @@
-"""The kernels: `decode_kernel` is the whole operator in one launch, or one rank's part, `combine_kernel` the rest."""
+"""The kernels: `decode_kernel` is the whole operator in one launch, or one rank's part. Behind this part comes
+`exchange_kernel`, or an all-gather and `combine_kernel`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def decode_kernel(p, world, TAKE: tl.constexpr):
     3. Each takes some rows of all ranks, merges them, and stores the result.
 
     Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. TAKE: rows at a time in 2
-    and 3. Without FUSED there is no 3, and the results of 1 and 2 are stored for `combine_kernel`."""
+    and 3. Without FUSED there is no 3, and the results of 1 and 2 are stored for the other kernels."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
@@ -61,15 +62,32 @@ def decode_kernel(p, world, TAKE: tl.constexpr):
             part, lse = merging.divided(merging.sums(merged), merged[0], merged[1])
             _report(part, lse, number, exists, launch, p, world)
     if p.FUSED:
-        half = _half(launch, p)
         for task in range(pid, units * EACH, programs):
             i = task % EACH * TAKE + tl.arange(0, TAKE)
             _, _, _, number, exists = attention.place_of(task // EACH, i, p)
-            exists = exists & (i < p.ROWS)
-            at = half + tl.cast(number, tl.int64) * (p.WORDS * 4)
-            merged = merging.none(TAKE, p.COLUMNS)
-            merged = merging.take(merged, at, _slot(p), 0, exists, launch, world, p.COLUMNS, world.size)
-            _store(merged, number, exists, p)
+            _take_and_store(number, exists & (i < p.ROWS), launch, p, world, TAKE)
+    ptx.cta_barrier()
+    pl.epoch(p.flags_ptr, world)
+
+
+@triton.jit
+def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
+    """Put this rank's results to the ranks, TAKE rows at a time, then take those of all ranks and merge them. Nobody
+    waits before all its rows are put. results_ptr: fp32 (rows, E + 1), of decode_kernel without FUSED."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    launch = sync.peek_epoch(p.flags_ptr)
+    rows = p.B * p.SQ * p.HEADS
+    e = tl.arange(0, p.COLUMNS)
+    for task in range(pid, tl.cdiv(rows, TAKE), programs):
+        number = task * TAKE + tl.arange(0, TAKE)
+        exists = number < rows
+        row = results_ptr + tl.cast(number, tl.int64) * (p.E + 1)
+        part = tl.load(row[:, None] + e[None, :], mask=exists[:, None] & (e < p.E)[None, :], other=0)
+        _put(part, tl.load(row + p.E, mask=exists, other=0), number, exists, launch, p, world)
+    for task in range(pid, tl.cdiv(rows, TAKE), programs):
+        number = task * TAKE + tl.arange(0, TAKE)
+        _take_and_store(number, number < rows, launch, p, world, TAKE)
     ptx.cta_barrier()
     pl.epoch(p.flags_ptr, world)
 
@@ -107,17 +125,32 @@ def _slot(p):
 
 @triton.jit
 def _report(part, lse, number, exists, launch, p, world):
-    """Put this rank's result of some rows to every rank, itself too; without FUSED store it."""
+    """Put this rank's result of some rows to every rank; without FUSED store it."""
     if p.FUSED:
-        rank = tl.cast(world.rank, tl.int32)
-        at = _half(launch, p) + rank * _slot(p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
-        for d in tl.static_range(1, world.size + 1):
-            merging.put(at, part, lse, exists, launch, (rank + d) % world.size, world)
+        _put(part, lse, number, exists, launch, p, world)
     else:
         e = tl.arange(0, p.COLUMNS)
         row = p.slots_ptr + tl.cast(number, tl.int64) * (p.E + 1)
         tl.store(row[:, None] + e[None, :], part, mask=exists[:, None] & (e < p.E)[None, :])
         tl.store(row + p.E, lse, mask=exists)
+
+
+@triton.jit
+def _put(part, lse, number, exists, launch, p, world):
+    """Put this rank's result of some rows to every rank, itself too."""
+    rank = tl.cast(world.rank, tl.int32)
+    at = _half(launch, p) + rank * _slot(p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
+    for d in tl.static_range(1, world.size + 1):
+        merging.put(at, part, lse, exists, launch, (rank + d) % world.size, world)
+
+
+@triton.jit
+def _take_and_store(number, exists, launch, p, world, TAKE: tl.constexpr):
+    """Merge all ranks' results of some rows as they come, and store them."""
+    at = _half(launch, p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
+    merged = merging.none(TAKE, p.COLUMNS)
+    merged = merging.take(merged, at, _slot(p), 0, exists, launch, world, p.COLUMNS, world.size)
+    _store(merged, number, exists, p)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ same bits. rows = B * SQ * heads.
 
 fused: one launch and no barrier. Results go in words of data and flag to every rank as soon as they are made:
     6 * (W - 1) * rows * E bytes out of each rank, for E a power of two of at least 16.
+waits: two launches: a rank's result, and a kernel that puts it to every rank in these words, and merges rows as they
+    come: as many bytes, no barrier.
 unfused: three launches: a rank's result, pkt's all-gather, and a kernel that merges: the gathered bytes are
     4 * (W - 1) * rows * (E + 1).
 nccl: the same with NCCL's all-gather, through torch.distributed.
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from pkt.errors import DtypeError
 from pkt.runtime.groups import process_group
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
@@ -37,9 +40,13 @@ from ..shared.checks import FLOATS
 from ..shared.grid import num_programs
 from ..shared.tile_words import words_of_row
 from .attention import Decode
-from .device import combine_kernel, decode_kernel
+from .device import combine_kernel, decode_kernel, exchange_kernel
 from .reference import bound, reference
 
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+"""Of caches, beside q's dtype."""
+OUT = 6
+"""The place of `out` among a call's tensors; the last one is the lse."""
 LEAST_SIDE = 16
 """Of an operand of tl.dot."""
 MOST_ROWS, MOST_SUMS = 64, 1 << 14
@@ -61,10 +68,12 @@ def flash_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     v_dim: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    mode: Literal["fused", "unfused", "nccl"] | None = None,
+    mode: Literal["fused", "waits", "unfused", "nccl"] | None = None,
     block: int | None = None,
     stages: int | None = None,
     warps: int | None = None,
@@ -74,8 +83,13 @@ def flash_decode(
     """(out, lse): attention of q over a paged cache whose keys the ranks share, whole on every rank. Collective.
 
     q: (B, SQ, heads, D), bf16, fp16 or fp32, the same on every rank. k_cache: (pages, page, KV heads, D), v_cache:
-    (pages, page, KV heads, E), this rank's keys and values, of q's dtype; heads is a multiple of KV heads. v_cache
-    may be None: V is then the first `v_dim` elements of K, or all of them, as in multi-head latent attention.
+    (pages, page, KV heads, E), this rank's keys and values, both of q's dtype, or both float8_e4m3fn or float8_e5m2;
+    heads is a multiple of KV heads. v_cache may be None: V is then the first `v_dim` elements of K, or all of them, as
+    in multi-head latent attention.
+    k_scale, v_scale: fp32, of one element, or (KV heads,). The keys are k_cache * k_scale, the values v_cache *
+    v_scale, each rank's its own; 1 where None. Without a v_cache V has k_scale, and v_scale must be None. fp8 is
+    multiplied in q's dtype, which holds all its numbers, so the result is that of the dequantised cache. fp8 caches and
+    the form "waits" have not run on GPUs.
     block_table: int32 (B, pages of a sequence), the pages in which this rank's keys of each sequence lie, in the
     order of its keys. Nothing checks that they exist. Ranks may differ in pages, and in pages of a sequence.
     seq_lens: int32 (B, SQ), how many of this rank's keys each query token sees: the first so many, as any causal rule
@@ -94,33 +108,36 @@ def flash_decode(
     used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as a transposed view;
     other tensors of any strides are copied.
 
-    Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused 2 * W * rows of
-    them; and a unit's for each program and each unit, see attention.py. Raises NotSymmetric, ShapeError, DtypeError,
-    Unsupported, CollectiveMismatch.
+    Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
+    rows of them; and a unit's for each program and each unit, see attention.py. Raises NotSymmetric, ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
-    tensors = q, k_cache, v_cache, block_table, seq_lens, sinks, out
+    tensors = q, k_cache, v_cache, block_table, seq_lens, sinks, out, k_scale, v_scale
     both: Any = OPERATOR(tensors, (v_dim, scale, soft_cap, mode, block, stages, warps, programs), world)
     return both
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
-# The best settings that benchmarks/flash_decode.py found on an H200 (`flash_decode_tried_1.json`): for heads with keys
-# of their own two small programs an SM, each with three loads on their way; for heads that share keys one large program.
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): for heads with keys
+# of their own two small programs an SM, each with three loads on their way; for heads that share keys one large
+# program. fp8 caches were not measured.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
     return call["s"] * (call["h"] // max(call["g"], 1)) == 1
 
 
 def default_block(call: Call) -> int:
-    """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128."""
+    """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128. fp8
+    counts as q's dtype, which its numbers have in registers. With 128 keys and more than 16 rows the kernel spills."""
     D, E = call["d"], 0 if call["v_cache"] is None else call["e"]
     keys = STAGE_BYTES * (1 if _alone(call) else 2) // max((D + E) * call.dtype.itemsize, 1)
-    return min(max(1 << keys.bit_length() - 1, LEAST_SIDE), 128)
+    return min(max(1 << keys.bit_length() - 1, LEAST_SIDE), 128 if rows_of(call) <= LEAST_SIDE else 64)
 
 
 def default_stages(call: Call) -> int:
-    """Loads that are on their way at once."""
-    return 3 if _alone(call) else 2
+    """Loads that are on their way at once: of fp8 twice as many, which are as many bytes, if registers hold them."""
+    many = call["k_cache"].dtype in FP8 and call["d"] <= 256
+    return (3 if _alone(call) else 2) * (2 if many else 1)
 
 
 def rows_of(call: Call) -> int:
@@ -160,6 +177,7 @@ def warps_of(call: Call, name: str, value: Any) -> Any:
 def _shape(call: Call) -> tuple[int, ...]:
     """Of out; what letters do not say is checked here."""
     sizes, v_dim = call.sizes, call["v_dim"]
+    _check_dtypes(call)
     if sizes["h"] % max(sizes["g"], 1):
         raise call.refuse("q", f"{sizes['h']} heads", f"a multiple of the {sizes['g']} KV heads")
     for name in ("k_cache", "v_cache"):
@@ -173,6 +191,30 @@ def _shape(call: Call) -> tuple[int, ...]:
     if sizes["d"] and v_dim > sizes["d"]:
         raise call.refuse("v_dim", v_dim, f"no more than the {sizes['d']} elements of a key")
     return sizes["b"], sizes["s"], sizes["h"], v_dim
+
+
+def _check_dtypes(call: Call) -> None:
+    """Of the caches; and that v_scale has a v_cache. Raises DtypeError and ShapeError."""
+    k, v = call.tensors.get("k_cache"), call.tensors.get("v_cache")
+    if k is not None and k.dtype not in (call.dtype, *FP8):
+        wanted = f"q's {call.dtype}, or {' or '.join(map(str, FP8))}"
+        raise DtypeError.argument(call.name, "k_cache", k.dtype, wanted, call.world.rank)
+    if k is not None and v is not None and v.dtype != k.dtype:
+        raise DtypeError.argument(call.name, "v_cache", v.dtype, f"k_cache's {k.dtype}", call.world.rank)
+    if k is not None and v is None and call.tensors.get("v_scale") is not None:
+        raise call.refuse("v_scale", "a tensor", "None where there is no v_cache: V is scaled by k_scale")
+
+
+def _scale_shape(name: str) -> Callable[[Call], str]:
+    """Of the scale `name`: of no dimension, one element or an element for each KV head."""
+
+    def shape(call: Call) -> str:
+        scale = call.tensors.get(name)
+        if scale is None or scale.numel() != 1 or scale.ndim > 1:
+            return "g"
+        return "1" if scale.ndim else ""
+
+    return shape
 
 
 # -------------------------------------------------------------------------------------------------------------- plans
@@ -216,14 +258,16 @@ def _decode(call: Call, fused: bool) -> _Plan:
     )  # fmt: skip
     constants = (
         triton.next_power_of_2(B), triton.next_power_of_2(SQ), SQ, H, H // G, D, E, k.shape[1],
-        call["v_cache"] is None, cap is not None, fused, rows, blocks, G * blocks, call["block"], d1, d2, columns,
-        words,
+        call["v_cache"] is None, *_each_head(call), cap is not None, fused, rows, blocks, G * blocks, call["block"],
+        d1, d2, columns, words,
     )  # fmt: skip
     same = *numbers, *map(tl.constexpr, constants)
 
     def argument(tensors: Sequence[Any], memory: torch.Tensor) -> Decode:
-        q, k, v, *others = tensors
-        return Decode(q, k, k if v is None else v, *others, parts, flags, memory, *same)
+        q, k, v, table, lens, sinks, out, k_scale, v_scale, lse = tensors
+        if v is None:
+            v, v_scale = k, k_scale
+        return Decode(q, k, v, table, lens, sinks, out, k_scale, v_scale, lse, parts, flags, memory, *same)
 
     # A tile's pages come a stage before its keys. Registers are not shared: one program an SM, or two with 4 warps.
     warps, stages = call["warps"], call["stages"]
@@ -234,6 +278,12 @@ def _decode(call: Call, fused: bool) -> _Plan:
         start(argument(tensors, memory), world.device, take)
 
     return _Plan(argument, memory, launch, take)
+
+
+def _each_head(call: Call) -> tuple[int, int]:
+    """Whether each KV head has a scale of its own: of K and of V."""
+    k, v = call["k_scale"], call["k_scale" if call["v_cache"] is None else "v_scale"]
+    return int(k is not None and k.numel() > 1), int(v is not None and v.numel() > 1)
 
 
 def _parts(call: Call, words: int, room: int) -> SymmetricTensor:
@@ -258,7 +308,23 @@ def _fused(call: Call) -> Launch:
 
     def launch(*tensors: Any) -> Any:
         plan.launch(tensors)
-        return tensors[-2:]
+        return tensors[OUT], tensors[-1]
+
+    return launch
+
+
+def _waits(call: Call) -> Launch:
+    world, decode, (*rows, E) = call.world, _decode(call, False), call.shape
+    words = words_of_row.fn(_padded(E), 1)
+    slots, flags, room = flagged.slots_of(world, world.size * math.prod(rows) * words)
+    programs = num_programs(world, triton.cdiv(math.prod(rows), decode.take))
+    start = cooperative_launch(world, exchange_kernel, (programs,))
+
+    def launch(*tensors: Any) -> Any:
+        decode.launch(tensors)
+        p = decode.argument(tensors, slots)._replace(flags_ptr=flags, room=room)
+        start(p, decode.memory, world.device, decode.take)
+        return tensors[OUT], tensors[-1]
 
     return launch
 
@@ -275,7 +341,7 @@ def _gathered(make: Callable[[Call, SymmetricTensor, SymmetricTensor], Callable[
             decode.launch(tensors)
             gather()
             beside(combine_kernel, grid, decode.argument(tensors, everybodys), size, decode.take)
-            return tensors[-2:]
+            return tensors[OUT], tensors[-1]
 
         return launch
 
@@ -310,6 +376,10 @@ def _sinks(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> to
     return torch.randn(shape, generator=generator)
 
 
+def _scale(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> torch.Tensor:
+    return torch.rand(shape, generator=generator) + 0.5
+
+
 SIZES = {"b": 2, "s": 2, "h": 6, "d": 8, "p": 5, "n": 6, "g": 2, "e": 8, "t": 3}
 """Of a small case. Each launch has other lengths."""
 LARGE = {"b": 16, "s": 1, "h": 64, "d": 128, "p": 64, "n": 16, "g": 8, "e": 128, "t": 512}
@@ -324,11 +394,13 @@ OPERATOR = Operator(
     flash_decode,
     tensors={
         "q": Operand("b s h d", FLOATS, same=True),
-        "k_cache": Operand("p n g d", strided=True),
-        "v_cache": Operand("p n g e", optional=True, strided=True),
+        "k_cache": Operand("p n g d", (*FLOATS, *FP8), strided=True),
+        "v_cache": Operand("p n g e", (*FLOATS, *FP8), optional=True, strided=True),
         "block_table": Operand("b t", (torch.int32,), make=_table),
         "seq_lens": Operand("b s", (torch.int32,), make=_lens),
         "sinks": Operand("h", (torch.float32,), optional=True, same=True, make=_sinks),
+        "k_scale": Operand(_scale_shape("k_scale"), (torch.float32,), optional=True, make=_scale),
+        "v_scale": Operand(_scale_shape("v_scale"), (torch.float32,), optional=True, make=_scale),
     },
     result=_shape,
     also={"lse": Operand("b s h", (torch.float32,))},
@@ -337,6 +409,10 @@ OPERATOR = Operator(
     forms={
         "fused": Form(
             _fused, "in one launch, results in words of data and flag to every rank, no barrier",
+            "6 (W - 1) rows E", settings=SETTINGS, small=SMALL,
+        ),
+        "waits": Form(
+            _waits, "two launches, the second puts results in such words and merges rows as they come, no barrier",
             "6 (W - 1) rows E", settings=SETTINGS, small=SMALL,
         ),
         "unfused": Form(
@@ -353,7 +429,14 @@ OPERATOR = Operator(
     private="pt",
     cases=(
         Case(sizes=SIZES, arguments={"mode": "fused", "given": ("v_cache",)}, explore=False, large=LARGE),
-        Case(sizes=SIZES, arguments={"mode": "unfused", "given": ("v_cache",)}, explore=False, large=LARGE),
+        *(
+            Case(
+                sizes=SIZES, arguments={"mode": mode, "given": ("v_cache", "k_scale", "v_scale")}, explore=False,
+                large=LARGE,
+            )
+            for mode in ("waits", "unfused")
+        ),
         Case(sizes=ONE_UNIT, arguments={"mode": "fused"}, ranks=2),
+        Case(sizes=ONE_UNIT, arguments={"mode": "waits"}, ranks=2),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ FP32 = 2.0**-24
 
 def _rows(
     q: Tensors, k_cache: Tensors, v_cache: Tensors | None, block_table: Tensors, seq_lens: Tensors,
-    v_dim: int | None,
+    k_scale: Tensors | None, v_scale: Tensors | None, v_dim: int | None,
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
     """(b, s, q (KV heads, group, D), K (KV heads, n, D), V (KV heads, n, E)) of each query token, over the keys of all
     ranks that it sees, in fp64. Where q, or K, or V, has no elements there are no keys."""
@@ -29,11 +29,17 @@ def _rows(
                 n = min(int(seq_lens[rank][b, s]), table.shape[1] * k.shape[1] if k.numel() and v.numel() else 0)
                 at = torch.arange(max(n, 0), device=k.device)
                 page = table[b, at // max(k.shape[1], 1)].long()
-                keys.append(k[page, at % max(k.shape[1], 1)].double())
-                values.append(v[page, at % max(k.shape[1], 1)].double())
+                own = k_scale if v_cache is None else v_scale
+                keys.append(_scaled(k[page, at % max(k.shape[1], 1)], k_scale, rank))
+                values.append(_scaled(v[page, at % max(k.shape[1], 1)], own, rank))
             k, v = torch.cat(keys).transpose(0, 1), torch.cat(values).transpose(0, 1)
             groups = max(k.shape[0], 1)
             yield b, s, q[0][b, s].double().reshape(groups, heads // groups, D), k, v
+
+
+def _scaled(x: torch.Tensor, scale: Tensors | None, rank: int) -> torch.Tensor:
+    """x (n, KV heads, columns) in fp64, times the scales of a rank."""
+    return x.double() if scale is None else x.double() * scale[rank].double().reshape(-1, 1)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, soft_cap: float | None) -> torch.Tensor:
@@ -53,14 +59,15 @@ def _attended(weights: torch.Tensor, v: torch.Tensor, heads: int, E: int) -> tor
 
 def reference(
     rank: int, q: Tensors, k_cache: Tensors, v_cache: Tensors | None, block_table: Tensors, seq_lens: Tensors,
-    sinks: Tensors | None, v_dim: int | None = None, scale: float | None = None, soft_cap: float | None = None,
+    sinks: Tensors | None, k_scale: Tensors | None = None, v_scale: Tensors | None = None, v_dim: int | None = None,
+    scale: float | None = None, soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What every rank gets: out (B, SQ, heads, E) and lse (B, SQ, heads), in fp64."""
     B, SQ, heads, _ = q[0].shape
     E = v_cache[0].shape[-1] if v_cache is not None else k_cache[0].shape[-1] if v_dim is None else v_dim
     out = torch.zeros(B, SQ, heads, E, dtype=torch.float64, device=q[0].device)
     lse = torch.full((B, SQ, heads), -math.inf, dtype=torch.float64, device=q[0].device)
-    for b, s, x, k, v in _rows(q, k_cache, v_cache, block_table, seq_lens, v_dim):
+    for b, s, x, k, v in _rows(q, k_cache, v_cache, block_table, seq_lens, k_scale, v_scale, v_dim):
         score = _scores(x, k, scale, soft_cap)
         sink = torch.full((heads,), -math.inf, device=x.device) if sinks is None else sinks[0]
         both = torch.cat([score, sink.double().reshape(*score.shape[:2], 1)], -1)
@@ -72,16 +79,17 @@ def reference(
 
 def bound(
     rank: int, dtype: torch.dtype, roundings: int, q: Tensors, k_cache: Tensors, v_cache: Tensors | None,
-    block_table: Tensors, seq_lens: Tensors, sinks: Tensors | None, v_dim: int | None = None,
-    scale: float | None = None, soft_cap: float | None = None,
+    block_table: Tensors, seq_lens: Tensors, sinks: Tensors | None, k_scale: Tensors | None = None,
+    v_scale: Tensors | None = None, v_dim: int | None = None, scale: float | None = None, soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """A score is off by `wrong`: a sum of D products in fp32, then a few operations. Each weight is a power of two of
     that score less the greatest, so its relative error is twice as much, with exp2's own; it is rounded to the dtype
     before it is multiplied with V. Sums over n keys round n times. Merging rounds a few times more."""
-    exact, lse = reference(rank, q, k_cache, v_cache, block_table, seq_lens, sinks, v_dim, scale, soft_cap)
+    caches, scales = (q, k_cache, v_cache, block_table, seq_lens), (k_scale, v_scale)
+    exact, lse = reference(rank, *caches, sinks, *scales, v_dim, scale, soft_cap)
     off, off_lse = torch.zeros_like(exact), torch.zeros_like(lse)
     heads, parts = exact.shape[2], 8 + len(block_table)
-    for b, s, x, k, v in _rows(q, k_cache, v_cache, block_table, seq_lens, v_dim):
+    for b, s, x, k, v in _rows(*caches, *scales, v_dim):
         sink = torch.zeros(heads, device=x.device) if sinks is None else sinks[0].abs().nan_to_num(0, 0, 0)
         size = _scores(x.abs(), k.abs(), abs(scale) if scale is not None else None, None)
         largest = size.amax(-1).flatten() if size.shape[-1] else lse.new_zeros(heads)

@@ -21,14 +21,14 @@ PAGE, PAGES = 4, 12
 
 def operands(
     seed: int, lens: list[list[list[int]]], heads: int, kv_heads: int, D: int, E: int | None, size: float,
-    pages: int = PAGES,
+    pages: int = PAGES, cache: torch.dtype = torch.float32,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of all ranks, by name. lens: of each rank (B, SQ)."""
+    """Of all ranks, by name. lens: of each rank (B, SQ); cache: the dtype of keys and values."""
     make = torch.Generator().manual_seed(seed)
     ranks, B, SQ = len(lens), len(lens[0]), len(lens[0][0])
     q = torch.randn(B, SQ, heads, D, generator=make) * size
-    caches = [torch.randn(pages, PAGE, kv_heads, D, generator=make) for _ in range(ranks)]
-    values = [torch.randn(pages, PAGE, kv_heads, E, generator=make) for _ in range(ranks)] if E else None
+    caches = [torch.randn(pages, PAGE, kv_heads, D, generator=make).to(cache) for _ in range(ranks)]
+    values = [torch.randn(pages, PAGE, kv_heads, E, generator=make).to(cache) for _ in range(ranks)] if E else None
     tables = [torch.stack([torch.randperm(pages, generator=make) for _ in range(B)]).int() for _ in range(ranks)]
     return {
         "q": [q] * ranks, "k_cache": caches, "v_cache": values, "block_table": tables,
@@ -45,7 +45,7 @@ def check(world: Any, every: dict[str, Any], keep: dict[str, Any], **arguments: 
     changes = {name: value for name, value in arguments.items() if name in OPERATOR.arguments}
     exact = reference(world.rank, **every, **changes)
     limits = bound(world.rank, mine["q"].dtype, 1, **every, **changes)
-    found = flash_decode(*(keep.get(name) for name in mine), block=16, stages=1, **arguments)
+    found = flash_decode(**{name: keep.get(name) for name in mine}, block=16, stages=1, **arguments)
     for result, right, limit in zip(found, exact, limits, strict=True):
         close = (result == right) | ((result.double() - right).abs() <= limit)
         assert close.all(), ((result.double() - right).abs().max(), limit.max())
@@ -62,7 +62,7 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["fused", "unfused"])
+@pytest.mark.parametrize("mode", ["fused", "waits", "unfused"])
 def test_lengths_may_change_between_launches(mode: str) -> None:
     every_rank = {}
 
@@ -99,6 +99,29 @@ def test_sinks_caps_and_latent_caches(size: float) -> None:
         _, lse = check(world, every, {}, v_dim=16, soft_cap=20.0, scale=0.3, programs=3)
         assert torch.equal(lse[1, 0], every["sinks"][0]), "without keys the sink is all"
         check(world, every, {})  # V is all of K
+
+    on_ranks(2, run, sms=3)
+
+
+@pytest.mark.parametrize(
+    ("cache", "dtype", "mode"),
+    [
+        (torch.float8_e4m3fn, torch.float32, "fused"),
+        (torch.float8_e4m3fn, torch.bfloat16, "waits"),
+        (torch.float8_e5m2, torch.float16, "unfused"),
+    ],
+    ids=str,
+)
+def test_fp8_caches(cache: torch.dtype, dtype: torch.dtype, mode: str) -> None:
+    """Right as of the dequantised cache, which each rank scales in its own way. In fp32 a rounded key would be seen."""
+
+    def run(world: Any) -> None:
+        every = operands(7, [[[9, 10]], [[38, 40]]], 4, 2, 24, 16, 0.5, cache=cache)
+        every["q"] = [q.to(dtype) for q in every["q"]]
+        heads, whole = [torch.tensor([0.25, 3.0]), torch.tensor([1.5, 0.5])], [torch.tensor(2.5), torch.tensor([0.5])]
+        for k_scale, v_scale in ((heads, heads[::-1]), (whole[:1] * 2, None), (None, whole[1:] * 2)):
+            check(world, every | {"k_scale": k_scale, "v_scale": v_scale}, {}, mode=mode, programs=3)
+        check(world, every | {"v_cache": None, "k_scale": heads}, {}, mode=mode, v_dim=16, programs=3)
 
     on_ranks(2, run, sms=3)
 
@@ -150,12 +173,18 @@ def test_heads_must_be_a_multiple_of_kv_heads() -> None:
     on_ranks(1, run)
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-def test_latent_caches_of_512_columns_do_not_spill(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (90, FP8), (100, FP8)], ids=str)
+def test_latent_caches_of_512_columns_do_not_spill(
+    arch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def run(world: Any) -> None:
-        q, cache = torch.empty(4, 1, 128, 576, dtype=torch.bfloat16), torch.empty(4, 64, 1, 576, dtype=torch.bfloat16)
+        q, cache = torch.empty(4, 1, 128, 576, dtype=torch.bfloat16), torch.empty(4, 64, 1, 576, dtype=dtype)
         table, lens = torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32)
-        flash_decode(q, cache, None, table, lens, v_dim=512)
+        scale = None if dtype == q.dtype else torch.ones(1)
+        flash_decode(q, cache, None, table, lens, k_scale=scale, v_dim=512)
 
     (launch,) = all_launched(run, 2, True, monkeypatch)
     compiled = compile_checked(launch, arch, tmp_path, signals=False)

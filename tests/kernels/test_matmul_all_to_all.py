@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pkt.kernels.operator import operators
 from pkt.kernels.shared.heads import Matrix
 from pkt.model.gpu import H200
 from tests.kernels.helpers import on_ranks, random
+from tests.kernels.launches import compile_checked, launched
 
 PUSH = {"mode": "push", "tiles": (16, 16, 16)}
 
@@ -62,6 +64,78 @@ def test_heads_that_ranks_do_not_divide_are_refused() -> None:
             pkt.matmul_all_to_all(x, weight[:, :2])
 
     on_ranks(3, run)
+
+
+# --------------------------------------------------------------------------------------------------- norm and rotation
+@pytest.mark.parametrize("keywords", [PUSH | {"tiles": (16, 64, 16)}, {"mode": "unfused"}], ids=["push", "unfused"])
+def test_queries_and_keys_are_normed_and_rotated_as_models_do(keywords: dict[str, Any]) -> None:
+    """As Qwen3 does: torch's RMSNorm of each head, then rotate_half with tables as long as a head. Two heads of queries
+    and one of keys of a rank; values stay as they are. Without the norm, as Llama does."""
+    s, k, d, size = 5, 12, 16, 2
+    x, parts = random((2, size * s, k), torch.float32, 0), [random((k, n, d), torch.float32, n) for n in (4, 2, 2)]
+    of_q, of_k = random((d,), torch.float32, 7), random((d,), torch.float32, 8)
+    angles = torch.arange(size * s)[:, None] * 10.0 ** -torch.arange(d // 2)
+    table = torch.cat([angles, angles], 1)[:, None].double()
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        first, second = y.chunk(2, -1)
+        return y * table.cos() + torch.cat([-second, first], -1) * table.sin()
+
+    def run(world: Any) -> None:
+        weight = pkt.join_heads(*parts, ranks=size)
+        norm = pkt.join_heads(of_q.expand(4, d), of_k.expand(2, d), torch.ones(2, d), ranks=size)
+        mine, own = pkt.shard_sequence(x), angles[world.rank * s :][:s]
+        q, keys, values = (
+            torch.einsum("bsk,khd->bshd", x.double(), w.double()).chunk(size, 2)[world.rank] for w in parts
+        )
+        normed = [F.rms_norm(y, (d,), w.double(), 1e-5) for y, w in ((q, of_q), (keys, of_k))]
+        for given, pair in ((norm, normed), (None, (q, keys))):
+            found = pkt.matmul_all_to_all(
+                mine, weight, norm=given, cos=own.cos(), sin=own.sin(), qk_heads=3, eps=1e-5, **keywords
+            )
+            right = torch.cat([*map(rotated, pair), values], 2)
+            assert (found.double() - right).abs().max() < 1e-5 * right.abs().max()
+
+    on_ranks(size, run, sms=3)
+
+
+def test_what_cannot_be_rotated_is_refused() -> None:
+    def run(world: Any) -> None:
+        def call(d: int, given: str = "norm", **keywords: Any) -> None:
+            tensors = {"norm": torch.ones(2, d), "cos": torch.ones(3, d // 2), "sin": torch.ones(3, d // 2)}
+            named = {name: tensors[name] for name in given.split()}
+            pkt.matmul_all_to_all(torch.ones(1, 3, 8), torch.ones(8, 2, d), **named, **keywords)
+
+        free = world.heap.ledger.free_bytes
+        for error, words, arguments in (
+            (pkt.ShapeError, "qk_heads: found None, wanted how many heads of a rank", (16,)),
+            (pkt.ShapeError, "cos and sin: found only cos, wanted both or none", (16, "cos")),
+            (pkt.ShapeError, "weight: found heads of 9 elements, wanted an even number", (9,)),
+            (pkt.Unsupported, "heads of 6 elements, not a power of two from 16", (6,)),
+            (pkt.ShapeError, "BLOCK_N a multiple of a head's 32 elements", (32,)),
+        ):
+            keywords = {} if "None" in words else {"qk_heads": 1}
+            with pytest.raises(error, match=words):
+                call(*arguments, mode="push", tiles=(16, 16, 16), **keywords)
+        assert world.heap.ledger.free_bytes == free
+        with pytest.raises(pkt.Unsupported, match="qk_heads=1"):
+            pkt.matmul_all_to_all(
+                torch.ones(1, 3, 8, requires_grad=True), torch.ones(8, 2, 16), norm=torch.ones(2, 16), qk_heads=1
+            )
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_norm_and_rotation_do_not_spill(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the default tiles: 178 registers on sm_90 and 253 on sm_100, where the product alone takes 108 and 110."""
+
+    def run(world: Any) -> None:
+        x, weight, norm = (torch.empty(s, dtype=torch.bfloat16) for s in ((1, 4096, 1024), (1024, 10, 128), (10, 128)))
+        cos = torch.empty(4096, 64)
+        pkt.matmul_all_to_all(x, weight, norm=norm, cos=cos, sin=cos, qk_heads=4, mode="push")
+
+    compile_checked(launched(run, 2, True, monkeypatch), arch, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------ strides

@@ -27,7 +27,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, runs
+from .shared import copies, flagged, nodes, runs
 from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -84,7 +84,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -151,6 +151,10 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.gather_launch(call.world, call["x"], run, call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.gather_launch(call.world, *runs.around(call["x"].shape, call["dim"]), call.dtype, call["block"])
+
+
 def own_place(call: Call) -> int | None:
     """The part of `out` that `x` may be."""
     rows = runs.around(call["x"].shape, call["dim"])[0]
@@ -186,6 +190,12 @@ OPERATOR = Operator(
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "over the network along its rail, then load from the ranks of the node",
+            "(N - 1) |x| over the network, (W - N) |x| in the node", fits=nodes.fits, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     place=own_place,
@@ -199,5 +209,8 @@ OPERATOR = Operator(
         Case(shapes={"x": (4, 10)}, arguments={"mode": "low_latency"}, ranks=2, launches=3),
         Case(shapes={"x": (3, 1, 5)}, arguments={"dim": -2}, explore=False),
         Case(shapes={"x": ()}, explore=False),
+        Case(shapes={"x": (2, 9)}, arguments={"mode": "nodes", "dim": 1}, ranks=4, node_size=2, sms=1),
+        Case(shapes={"x": (37,)}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": (2, 3, 5)}, arguments={"mode": "nodes", "dim": 1}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

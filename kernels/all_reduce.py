@@ -39,7 +39,7 @@ from .declaration import block as block_size
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copies, copy_reduce, flagged
+from .shared import copies, copy_reduce, flagged, nodes
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -55,7 +55,7 @@ REST_BYTES = 1 << 20
 """Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
 
-Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "nodes"]
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -310,6 +310,10 @@ def _by_copy_engines(call: Call, n: int) -> Launch:
     return copy_reduce.reduce_launch(call.world, n, call.dtype, call["op"], call["block"], call["chunks"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.reduce_launch(call.world, call["x"].numel(), call.dtype, call["op"], call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": all_reduce(call.grad.clone(memory_format=torch.contiguous_format), world=call.world)}
@@ -351,6 +355,12 @@ OPERATOR = Operator(
             "(1 + 1 / W) |x|", fits=_fits_switch, symmetric=("x", "out"), **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "reduce_scatter over nodes, then all_gather", "2 (N - 1) / W |x| over the network, "
+            "2 (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits, roundings=lambda size: 2, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     in_place=True,
@@ -376,5 +386,9 @@ OPERATOR = Operator(
         Case(shapes={"x": ()}, explore=False),
         Case(shapes={"x": (333,)}, arguments={"mode": "low_latency_two_shot", "op": "min"}, explore=False),
         Case(shapes={"x": (13, 3)}, arguments={"mode": "two_shot_push", "op": "max"}, explore=False),
+        Case(shapes={"x": (42,)}, arguments={"mode": "nodes"}, ranks=2, node_size=1, sms=1, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "nodes"}, ranks=4, node_size=2, explore=False),
+        Case(shapes={"x": (3, 67)}, arguments={"mode": "nodes", "op": "min"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": (200,)}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

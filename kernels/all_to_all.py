@@ -33,7 +33,7 @@ from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, runs
+from .shared import copies, flagged, nodes, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -77,7 +77,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -153,6 +153,11 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.exchange_launch(call.world, call["x"], together_x * run, together_out * run, call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    rows, run, *together = _layout(call)
+    return nodes.exchange_launch(call.world, rows, run, together, call.dtype, call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": all_to_all(call.grad, scatter=call["gather"], gather=call["scatter"], world=call.world)}
@@ -175,6 +180,13 @@ OPERATOR = Operator(
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "collect in the node what goes to a rank of another one, and send it together",
+            "(W - W / N) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     backward=Backward(backward, "`all_to_all`, `scatter` and `gather` exchanged"),
@@ -187,5 +199,11 @@ OPERATOR = Operator(
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "low_latency"} | TURNED, launches=3),
         Case(shapes={"x": "2 5 W*2 3"}, arguments={"scatter": 2, "gather": 1}, explore=False),
         Case(shapes={"x": "1 W*11 1 7"}, arguments={"scatter": -3, "gather": -1}, explore=False),
+        Case(shapes={"x": "3 W*6"}, arguments={"mode": "nodes"} | TURNED, ranks=4, node_size=2, sms=1),
+        Case(shapes={"x": "W*37"}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(
+            shapes={"x": "2 5 W*2 3"}, arguments={"mode": "nodes", "scatter": 2, "gather": 1}, ranks=8, node_size=4,
+            explore=False,
+        ),
     ),
 )  # fmt: skip

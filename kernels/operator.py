@@ -74,6 +74,7 @@ class Operator:
         result: str | Callable[[Call], str | Shape],
         forms: Mapping[str, Form],
         reference: Callable[..., Any],
+        across: Mapping[str, Form] | None = None,
         also: Mapping[str, Operand] | None = None,
         dtype: Callable[[Call], torch.dtype] = lambda call: call.dtype,
         default: Callable[[Call], str] | None = None,
@@ -93,7 +94,8 @@ class Operator:
         cases: Sequence[Case] = (),
     ) -> None:
         """function: what users call. result: the shape of what it returns. dtype: its dtype; the first operand's
-        without it. also: further results, by name: they are new at each call, of their first dtype or that of the first
+        without it. across: the forms for worlds of several nodes, where no other runs and the first is the default. also:
+        further results, by name: they are new at each call, of their first dtype or that of the first
         operand, follow the operands and `out` when a plan launches, and make the launch, the call and the reference
         return a tuple. Where the function leaves out the last results of some calls, the reference does, too. default:
         the form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
@@ -108,6 +110,7 @@ class Operator:
         `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
+        self.across = dict(across or {})
         self.dtype = dtype
         self.default = default or (lambda call: next(iter(self.forms)))
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
@@ -135,6 +138,14 @@ class Operator:
 
     def __repr__(self) -> str:
         return f"Operator({self.name})"
+
+    def form(self, mode: str) -> Form:
+        """The form of that name, for a world of one node or of several."""
+        return self.across[mode] if mode in self.across else self.forms[mode]
+
+    def forms_of(self, world: World) -> Mapping[str, Form]:
+        """The forms that may run in a world."""
+        return self.across if world.nodes > 1 else self.forms
 
     def function_of(self, name: str) -> Callable[..., Any]:
         """The function of another operator."""
@@ -222,10 +233,6 @@ class Operator:
     ) -> Launch:
         """Check everything, agree with the other ranks, and make what launches. needs: as for a call. Collective.
         Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
-        if world.nodes > 1:
-            found = f"found a world of {world.nodes} nodes, and operators work within one"
-            remedy = "give it world=world.on_node; examples/all_gather_nodes.py has an operator over nodes"
-            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
@@ -269,8 +276,12 @@ class Operator:
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
         world, first = call.world, next(iter(self.tensors))
+        if world.nodes > 1 and not self.across:
+            found = f"found a world of {world.nodes} nodes, and {self.name} works within one"
+            remedy = "give it world=world.on_node; docs/scale-out.md lists the operators that work over nodes"
+            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if call.asked is not None:
-            choice(*self.forms)(call, "mode", call.asked)
+            choice(*self.forms_of(world))(call, "mode", call.asked)
         for name, operand in self.tensors.items():
             tensor = call.tensors[name]
             if tensor is None and operand.optional:
@@ -353,14 +364,14 @@ class Operator:
             mode = call.given.pop("mode", None)
             if mode is None and not call.given:
                 mode = self._fastest(call, self._forecast(call, key))
-        call.mode = mode or self.default(call)
-        form = self.forms[call.mode]
+        across = call.world.nodes > 1
+        call.mode = mode or (next(iter(self.across)) if across else self.default(call))
+        form = self.form(call.mode)
         self._check_names(call, call.mode)
         unfit = form.fits(call)
         if unfit:
-            raise Unsupported.here(
-                f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", "mode=None runs anywhere"
-            )
+            remedy = "mode=None runs anywhere" if not across else "make a world or a team with such ranks"
+            raise Unsupported.here(f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", remedy)
         self._fill(call, form)
         return form
 
@@ -429,7 +440,7 @@ class Operator:
     def _check_names(self, call: Call, mode: str) -> None:
         """The form takes every setting that is given. Raises ShapeError."""
         for name in call.given:
-            if name not in self.forms[mode].settings:
+            if name not in self.form(mode).settings:
                 raise call.refuse(name, call.given[name], f'none with mode "{mode}"')
 
     def _forecast(self, call: Call, key: Mapping[str, Any]) -> Forecast:

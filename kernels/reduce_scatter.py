@@ -29,7 +29,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, copy_reduce, flagged, runs
+from .shared import copies, copy_reduce, flagged, nodes, runs
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -163,7 +163,7 @@ def reduce_scatter(
     *,
     dim: int = 0,
     op: Op = "sum",
-    mode: Literal["pull", "push", "copy", "low_latency"] | None = None,
+    mode: Literal["pull", "push", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,
@@ -228,6 +228,10 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.scatter_launch(call.world, call["x"], _around(call)[1], call["op"], call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.scatter_launch(call.world, *_around(call), call.dtype, call["op"], call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": call.operator("all_gather", call.grad, dim=call["dim"])}
@@ -252,6 +256,13 @@ OPERATOR = Operator(
             fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "reduce in the node what goes over the network, then add what comes, in a fixed order",
+            "(N - 1) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            roundings=lambda size: 2, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     backward=Backward(backward, "`all_gather`; of sums alone", refuses=adds),
@@ -267,5 +278,8 @@ OPERATOR = Operator(
         Case(shapes={"x": "7 W*3 5"}, arguments={"dim": -2}, explore=False),
         Case(shapes={"x": "5 1 W*17"}, arguments={"dim": 2, "op": "max"}, explore=False),
         Case(shapes={"x": "W*111"}, arguments={"op": "min"}, explore=False),
+        Case(shapes={"x": "2 W*9"}, arguments={"mode": "nodes", "dim": 1}, ranks=4, node_size=2, sms=1, out="new"),
+        Case(shapes={"x": "W*37"}, arguments={"mode": "nodes", "op": "max"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": "2 W*3 5"}, arguments={"mode": "nodes", "dim": 1}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

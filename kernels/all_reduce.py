@@ -55,7 +55,9 @@ REST_BYTES = 1 << 20
 """Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
 
-Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "nodes"]
+Mode = Literal[
+    "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "nodes"
+]  # fmt: skip
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:

@@ -94,16 +94,16 @@ class Operator:
         cases: Sequence[Case] = (),
     ) -> None:
         """function: what users call. result: the shape of what it returns. dtype: its dtype; the first operand's
-        without it. across: the forms for worlds of several nodes, where no other runs and the first is the default. also:
-        further results, by name: they are new at each call, of their first dtype or that of the first
-        operand, follow the operands and `out` when a plan launches, and make the launch, the call and the reference
-        return a tuple. Where the function leaves out the last results of some calls, the reference does, too. default:
-        the form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
-        takes the form that is expected to be the fastest instead, where the caller gives no setting either. backward:
-        its backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into
-        the first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two
-        may share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches
-        for empty operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many
+        without it. across: the forms for worlds of several nodes, where no other runs and the first is the default.
+        also: further results, by name: they are new at each call, of their first dtype or that of the first operand,
+        follow the operands and `out` when a plan launches, and make the launch, the call and the reference return a
+        tuple. Where the function leaves out the last results of some calls, the reference does, too. default: the form
+        taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning` takes the
+        form that is expected to be the fastest instead, where the caller gives no setting either. backward: its
+        backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into the
+        first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two may
+        share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches for
+        empty operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many
         numbers an element of the result is a sum of, from the sizes of the letters and of the world. reference(rank,
         **operands of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank, dtype, roundings,
         **operands of all ranks, **arguments): how far each result may be from it, where that does not follow from

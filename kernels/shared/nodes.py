@@ -13,8 +13,8 @@ those of another one are passed on.
 
 Puts arrive in boxes of two halves, which launches use in turn. A rank ends a launch when it has data of every rank from
 that launch. So when launch l + 2 begins on one rank, launch l has ended on all of them, and with it all reading of its
-half. No launch waits for the others before it sends. It ends with `quiet`: a put and its signal of the next launch might
-otherwise come before those of this one.
+half. No launch waits for the others before it sends. It ends with `quiet`: a put and its signal of the next launch
+might otherwise come before those of this one.
 
 After Triton-distributed's two-dimensional push (all_gather_push_2d), and its reduction in the node before the network.
 All of it has run in the simulator only, on no GPU and over no network. No size here is measured.
@@ -305,8 +305,8 @@ def exchange_kernel(
 def kept(
     world: World, kernel: str, part: Part, dtype: torch.dtype, shape: tuple[int, ...], counters: Mapping[str, int]
 ) -> tuple[SymmetricTensor, ...]:
-    """The box of parts in a `shape`, `arrived`, and so many `counters` for each program: made once for each kernel, size of a
-    part and size of a piece, so that all launches with them have the same pieces in the same programs."""
+    """The box of parts in a `shape`, `arrived`, and so many `counters` for each program. Made once for each kernel, size
+    of a part and size of a piece: all launches with them have the same pieces in the same programs."""
 
     def make() -> tuple[SymmetricTensor, ...]:
         sizes = {"arrived": world.nodes * part.pieces}

@@ -41,10 +41,12 @@ def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> Non
 
 @pytest.mark.parametrize(("name", "mode", "ranks", "node_size"), WORLDS)
 def test_results_over_nodes(name: str, mode: str, ranks: int, node_size: int) -> None:
-    """Every case in every world of several nodes that a case has, at random orders of what the network brings."""
+    """In every world of several nodes that a case has, where what the network brings comes in a random order. Worlds of
+    8 ranks share the cases."""
     dtypes = checks.floats(OPERATORS[name], mode)
-    dtype, kind, launches = dtypes[node_size % len(dtypes)], KINDS[node_size % 3], 3 if ranks == 4 else 2
-    checks.check_results(OPERATORS[name], mode, ranks, dtype, kind, launches=launches, node_size=node_size, seed=1)
+    dtype, kind = dtypes[node_size % len(dtypes)], KINDS[node_size % 3]
+    options = {"launches": 3} if ranks < 8 else {"launches": 2, "part": node_size // 3}
+    checks.check_results(OPERATORS[name], mode, ranks, dtype, kind, node_size=node_size, seed=1, **options)
 
 
 @every_form

@@ -246,7 +246,7 @@ def backward(call: Recorded) -> Gradients:
 
 
 MOVES = "(W - 1) / W |x|"
-SMALL = {"tiles": (64, 64, 256), "num_comm_sms": 1, "chunk": 256}
+SMALL = {"tiles": (64, 64, 64), "num_comm_sms": 1, "chunk": 256}
 FEW = {"mode": "push", "tiles": (16, 16, 16), "chunk": 16}
 OPERATOR = Operator(
     all_to_all_matmul,

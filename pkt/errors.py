@@ -601,6 +601,15 @@ class Unsupported(PktError, RuntimeError):
         )
 
     @classmethod
+    def resources(cls, kernel: str, what: str, needed: int, limit: int, rank: int) -> Unsupported:
+        """`what`: shared memory in bytes, registers, threads or the like, of one program."""
+        return cls.here(
+            f"rank {rank}: {kernel}",
+            f"found a program that needs {needed} of {what}, wanted at most {limit}",
+            "give smaller tiles, or fewer stages",
+        )
+
+    @classmethod
     def no_secret(cls, rank: int, hosts: Sequence[str], letters: int) -> Unsupported:
         """hosts: by rank, as torch's store has them. letters: how long a secret must be."""
         said = ranks_text({r: f"on host {host!r:.80}" for r, host in enumerate(hosts)})

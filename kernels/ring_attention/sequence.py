@@ -49,8 +49,9 @@ def parts(rows: int, layout: str, rank: int, size: int) -> list[Part]:
 
 
 def positions(rows: int, layout: str, rank: int, size: int) -> torch.Tensor:
-    """The position of each row that `rank` holds, int64 (rows,)."""
-    return torch.cat([torch.arange(p.position, p.position + p.rows) for p in parts(rows, layout, rank, size)])
+    """The position of each row that `rank` holds, int64 (rows,), on the CPU."""
+    held = parts(rows, layout, rank, size)
+    return torch.cat([torch.arange(p.position, p.position + p.rows, device="cpu") for p in held])
 
 
 def pieces(rows: int, layout: str, rank: int, size: int, most: int) -> list[Part]:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import triton
 from triton.runtime import _allocation
+from triton.runtime.errors import OutOfResources
 
-from pkt.errors import GridTooLarge
+from pkt.errors import GridTooLarge, Unsupported
 from pkt.runtime.launch import launch
 
 
@@ -47,6 +48,24 @@ def test_a_grid_that_cannot_be_resident_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 1}[compiled])
     with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 264 > 132 resident programs \(132 SMs x 1\)"):
         launch.cooperative(FakeWorld, Kernel(), (132, 2), "x", BLOCK=4)
+
+
+def test_a_program_that_no_sm_can_hold_is_refused(monkeypatch):
+    class Kernel:
+        __name__ = "wide"
+
+        def run(self, *args, warmup, **options):
+            raise OutOfResources(262176, 232448, "shared memory")
+
+    class FakeWorld:
+        rank, num_sms, streams = 2, 132, Stream()
+
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
+    wanted = (
+        r"rank 2: wide: found a program that needs 262176 of shared memory, wanted at most 232448: give smaller tiles"
+    )
+    with pytest.raises(Unsupported, match=wanted):
+        launch.cooperative(FakeWorld, Kernel(), (132,), "x")
 
 
 @pytest.mark.parametrize(("programs", "fits"), [(264, True), (265, False)])

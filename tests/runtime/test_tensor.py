@@ -198,6 +198,9 @@ def test_factories_equal_those_of_torch(ranks):
         ours = pkt.randn(8)
         torch.manual_seed(11)
         assert torch.equal(ours, torch.randn(8))
+        with torch.device("meta"):  # a default device changes nothing
+            ours = pkt.arange(5)
+        assert ours.tolist() == [0, 1, 2, 3, 4]
 
     ranks(1, main)
 

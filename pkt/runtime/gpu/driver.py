@@ -253,7 +253,7 @@ class CudaDriver:
                 self._side = torch.cuda.Stream(device), page
             stream, page = self._side
             source = page[: len(words)]
-            source.copy_(torch.tensor(words, dtype=torch.int32))
+            source.copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
             with torch.cuda.stream(stream):
                 self.view(address, 4 * len(words), device).view(torch.int32).copy_(source, non_blocking=True)
             stream.synchronize()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import triton
 from triton.runtime import _allocation
+from triton.runtime.errors import OutOfResources
 
-from pkt.errors import GridTooLarge
+from pkt.errors import GridTooLarge, Unsupported
 from pkt.runtime.launch.relaunch import Repeat, repeated
 from pkt.runtime.world import World
 
@@ -34,7 +35,8 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
     """start(*args): kernel[grid](*args, **options), after the world's last call on whatever stream (see `streams`).
 
     Every operator of pkt.kernels is launched like this, because its programs wait for each other or for peers, so all
-    must be resident. The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses.
+    must be resident. The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses, and
+    Unsupported where one program alone needs more than an SM has.
     Nodes of a graph are made ordinary once their grid is known to fit: a cooperative node makes a replay a microsecond
     or two slower (an all-reduce of 16 KiB takes 8.7 us instead of 7.8 on 4 x H200). No other operator of the world runs
     beside such a node, and all other kernels end, so all its programs become resident. From the third launch on
@@ -64,6 +66,9 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
                 if compiled is not None and compiled is last:  # a kernel that is launched repeatedly
                     repeat = repeated(kernel, compiled, grid, args, named)
                 last = compiled
+        except OutOfResources as error:
+            what = kernel.__name__, error.name, error.required, error.limit
+            raise Unsupported.resources(*what, world.rank) from error
         except RuntimeError as error:
             if "cooperative" not in str(error).lower():
                 raise

@@ -262,7 +262,7 @@ def _make(
         if kind == "data":
             options = {"generator": generator} if generator is not None else {}
             try:
-                like(*args, out=plain, **options)
+                like(*args, out=plain, device=plain.device, **options)  # whatever torch.set_default_device says
             except (RuntimeError, TypeError, ValueError):  # torch has no such kernel, and so on every rank
                 heap.free(allocation, site.text)
                 raise

@@ -105,7 +105,8 @@ def _unpack(value: Any) -> Any:
         return _dtype(content)
     if tag == "tensor":
         dtype, shape, data = content
-        flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
+        held = bytearray(base64.b64decode(data))
+        flat = torch.frombuffer(held, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
         return flat.to(torch.uint8).view(_dtype(dtype)).reshape(shape)
     if tag == "ndarray":
         dtype, shape, data = content

@@ -5,8 +5,10 @@ pull: each rank loads every rank's `x` into its own `out`.
 copy: push by the copy engines, a copy a peer (see shared.copies): for shards of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and `out` need not be
     symmetric. For shards that are small, of elements of 16 or 32 bits.
+nodes: the only form in a world of several nodes: over the network along the rail, then load from the ranks of the node,
+    see shared.nodes. It has run in the simulator only.
 
-In all of them (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
+In the others (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
 shard goes straight to its place (see shared.runs): no transposed copy. Programs of one index on all ranks meet in two
 barriers, except in low_latency.
 """
@@ -98,7 +100,8 @@ def all_gather(
     may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * (size - 1) times
-    x's bytes, rounded up to a power of two, each power once and with all_reduce; the others nothing for data. Raises
+    x's bytes, rounded up to a power of two, each power once and with all_reduce; nodes twice x's bytes for each node,
+    once for each size; the others nothing for data. Raises
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, mode, block), world)

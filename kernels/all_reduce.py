@@ -13,12 +13,14 @@ two_shot_push: as two_shot, but each rank stores its blocks into their owners' i
 copy: as two_shot, moved by the copy engines, see shared.copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
+nodes: the only form in a world of several nodes: reduce_scatter over nodes, then all_gather, see shared.nodes. Each
+    node's sums are rounded to the dtype. It has run in the simulator only.
 
-All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
-the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing documents
-what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet in
-barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
-program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
+The others add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks
+hold the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing
+documents what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet
+in barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block
+of a program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
 """
 
 from __future__ import annotations
@@ -193,17 +195,18 @@ def all_reduce(
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
     x: bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or apart from it,
-    of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32 and rounded once;
-    "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the top of kernels/all_reduce.py
-    describes. None chooses by operands and size, see `default`. block: elements a program moves at a time, a power of
-    two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
-    shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Tensors may have any
-    strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
+    of x's shape and dtype; symmetric unless mode is a low-latency one, one_shot or nodes. op: "sum", in fp32 and
+    rounded once, over nodes twice; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the
+    top of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a program
+    moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at
+    most, REDUCE_CHUNKS of shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
+    once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * size times x's
     bytes, low_latency_two_shot 16 / 3 times, rounded up to a power of two, each power once and with all_gather;
     two_shot_push 2 * (size - 1) tiles a program for each size of tile and grid, as reduce_scatter; copy x's bytes less
-    a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    a part for each size of part; nodes 5 / node_size times x's bytes for each size. Raises NotSymmetric, ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
     out = x if out is None else out
     return OPERATOR((x, out), (op, mode, block, chunks), world)

@@ -5,6 +5,8 @@ pull: each rank loads its parts from the ranks' `x`.
 copy: push by the copy engines, a copy a part (see shared.copies): for parts of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For small tensors, of elements of 16 or 32 bits.
+nodes: the only form in a world of several nodes: the ranks of a node collect what goes to one rank of another node, and
+    it crosses the network together, see shared.nodes. It has run in the simulator only.
 
 Axis `scatter` of x is split among the ranks, and what they sent is put together along axis `gather`. 0 and 0 is the
 plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, H, D): scatter=2, gather=1 goes from
@@ -86,13 +88,14 @@ def all_to_all(
     x: of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every rank. out:
     x's shape with axis `scatter` divided by size and then axis `gather` times size, of x's dtype, apart from x; a new
     tensor where None. mode: a form that the top of kernels/all_to_all.py describes. "push" and "copy" need a symmetric
-    `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see
-    `default`. block: elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x`
-    may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form
-    needs a symmetric one.
+    `out`, "pull" and "nodes" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and
+    size, see `default`. block: elements a program moves at a time, a power of two; none with "copy". Returns `out`,
+    complete; `x` may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied
+    where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency at most 8 / 3 times x's
-    bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for data. Raises
+    bytes, rounded up to a power of two, each power once and with all_gather; nodes 3 times x's bytes for each
+    size; the others nothing for data. Raises
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (scatter, gather, mode, block), world)

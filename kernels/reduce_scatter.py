@@ -4,8 +4,10 @@ pull: each rank loads its part from every rank, run by run where it lies (see sh
 push: each rank stores each tile into its owner's inbox, and the owner adds what came: `x` need not be symmetric.
 copy: push by the copy engines, see shared.copy_reduce: for parts of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: for small x.
+nodes: the only form in a world of several nodes: each node's sums cross the network along the rails, see shared.nodes.
+    They are rounded to the dtype. It has run in the simulator only.
 
-All of them reduce in fp32, in the order rank, rank + 1, ...: the same bits every time, and in all forms. Into and out
+The others reduce in fp32, in the order rank, rank + 1, ...: the same bits every time, and in all of them. Into and out
 of each rank go (W - 1) / W * n * itemsize bytes, a third more in low_latency. In pull the programs of one index on all
 ranks meet in two barriers. In push there is no barrier, but a signal to each rank for some tiles: stores reach more of
 the links than loads. In low_latency there is neither.
@@ -170,18 +172,19 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
 
-    x: its dimension `dim` a multiple of size, bf16, fp16 or fp32; symmetric to pull. out: x's shape with that dimension
-    divided by size, of x's dtype; a new tensor where None. It may be this rank's own part of `x` where that is
-    contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of any rank is a NaN.
-    mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by size, see `default`. block:
-    elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size.
-    Returns `out`, the same bits every time; `x` may be overwritten at once. Tensors may have any strides. Without
-    `mode` a plain tensor is copied where the form needs a symmetric one.
+    x: its dimension `dim` a multiple of size, bf16, fp16 or fp32; symmetric to pull, and over nodes. out: x's shape
+    with that dimension divided by size, of x's dtype; a new tensor where None. It may be this rank's own part of `x`
+    where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once, over nodes twice; "min",
+    "max": a NaN of any rank is a NaN. mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by
+    size, see `default`. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each
+    rank at most; None: by size. Returns `out`, the same bits every time; `x` may be overwritten at once. Tensors may
+    have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; pull none; low_latency at most 8 / 3
     times x's bytes, rounded up to a power of two, each power once and with all_gather; push 2 * (size - 1) times a
     program's bytes for a signal, or a tile, for each number of them and grid; copy x's bytes less a part for each size
-    of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    of part; nodes 3 / node_size times x's bytes for each size of part. Raises NotSymmetric, ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, op, mode, block, chunks), world)
 

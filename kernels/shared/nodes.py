@@ -305,8 +305,8 @@ def exchange_kernel(
 def kept(
     world: World, kernel: str, part: Part, dtype: torch.dtype, shape: tuple[int, ...], counters: Mapping[str, int]
 ) -> tuple[SymmetricTensor, ...]:
-    """The box of parts in a `shape`, `arrived`, and so many `counters` for each program. Made once for each kernel, size
-    of a part and size of a piece: all launches with them have the same pieces in the same programs."""
+    """The box of parts in a `shape`, `arrived`, and so many `counters` for each program. Made once for each kernel,
+    size of a part and size of a piece: all launches with them have the same pieces in the same programs."""
 
     def make() -> tuple[SymmetricTensor, ...]:
         sizes = {"arrived": world.nodes * part.pieces}

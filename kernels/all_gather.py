@@ -29,7 +29,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, nodes, runs
+from .shared import copies, flagged, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -196,7 +196,8 @@ OPERATOR = Operator(
     across={
         "nodes": Form(
             _over_nodes, "over the network along its rail, then load from the ranks of the node",
-            "(N - 1) |x| over the network, (W - N) |x| in the node", fits=nodes.fits, **BLOCKED,
+            "(N - 1) |x| over the network, (W - N) |x| in the node", fits=nodes.fits,
+            seconds=nodes_rules.gather_seconds, **BLOCKED,
         ),
     },
     default=default,

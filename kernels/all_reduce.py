@@ -41,7 +41,7 @@ from .declaration import block as block_size
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copies, copy_reduce, flagged, nodes
+from .shared import copies, copy_reduce, flagged, nodes, nodes_rules
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -363,7 +363,8 @@ OPERATOR = Operator(
     across={
         "nodes": Form(
             _over_nodes, "reduce_scatter over nodes, then all_gather", "2 (N - 1) / W |x| over the network, "
-            "2 (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits, roundings=lambda size: 2, **BLOCKED,
+            "2 (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.reduce_seconds, roundings=lambda size: 2, **BLOCKED,
         ),
     },
     default=default,

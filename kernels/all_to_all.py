@@ -35,7 +35,7 @@ from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, nodes, runs
+from .shared import copies, flagged, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -187,6 +187,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "collect in the node what goes to a rank of another one, and send it together",
             "(W - W / N) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.exchange_seconds,
             **BLOCKED,
         ),
     },

@@ -37,6 +37,7 @@ import torch
 from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
+from pkt.model.network import Network, TwoLinks
 from pkt.runtime.kept import Planned, by_types, planned, same
 from pkt.runtime.memory.tensor import described, facts
 from pkt.runtime.world import Workspace, World
@@ -590,6 +591,23 @@ class Operator:
             call.tensors["out"] = make(call.shape, dtype=dtype)
         mode = self.default(call)
         return mode, staging.copied(call, self.forms[mode].symmetric, self.tensors, self.written)
+
+    def over_nodes(
+        self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
+    ) -> tuple[str, TwoLinks]:
+        """The form that the operator, a collective, takes over several nodes, and the parts of its predicted time, for
+        an x of a shape where the caller leaves all else out. network, gpu: of every rank. Raises ShapeError."""
+        call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        self._bind_result(call)
+        mode, form = next(iter(self.across.items()))
+        assert form.seconds is not None
+        key = {"nbytes": x.nbytes, "nodes": nodes, "node_size": node_size, "network": network}
+        found = form.seconds({}, key, gpu)
+        assert isinstance(found, TwoLinks)
+        return mode, found
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""

@@ -31,7 +31,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, copy_reduce, flagged, nodes, runs
+from .shared import copies, copy_reduce, flagged, nodes, nodes_rules, runs
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -263,6 +263,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "reduce in the node what goes over the network, then add what comes, in a fixed order",
             "(N - 1) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.scatter_seconds,
             roundings=lambda size: 2, **BLOCKED,
         ),
     },

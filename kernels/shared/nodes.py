@@ -62,12 +62,17 @@ class Part(NamedTuple):
 def cut(world: World, rows: int, run: int, dtype: torch.dtype, block: int | None, limit: int | None = None) -> Part:
     """A part of `rows` runs of `run` elements, in pieces of `block` elements. limit: of the whole tensor's elements."""
     n, item = rows * run, dtype.itemsize
-    nbytes = triton.next_power_of_2(max(triton.cdiv(n * item, PUTS * world.num_sms), 1))
-    piece = block or min(max(LEAST_PUT, min(nbytes, MOST_PUT)) // item, triton.next_power_of_2(n))
+    piece = block or min(put_bytes(n * item, world.num_sms) // item, triton.next_power_of_2(n))
     unit = min(math.gcd(run, 16 // item), piece)
     tile = min(piece, COPY_BYTES * unit // 16)  # short runs take more addresses, each in a register
     constants = (tl.constexpr(size) for size in (unit, tile, piece, item))
     return Part(n, run // unit, limit or n * world.size, triton.cdiv(n, piece), *constants)
+
+
+def put_bytes(part: float, sms: int) -> int:
+    """Bytes of a put of a part of so many bytes, with so many programs."""
+    each = triton.next_power_of_2(max(math.ceil(part / (PUTS * sms)), 1))
+    return max(LEAST_PUT, min(each, MOST_PUT))
 
 
 def fits(call: Call) -> str:

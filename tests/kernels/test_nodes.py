@@ -67,7 +67,8 @@ def test_a_team_over_nodes() -> None:
 
 
 def test_operators_of_one_size_follow_each_other() -> None:
-    """all_reduce does not wait for its puts to complete, so it shares no memory with operators whose parts are alike."""
+    """all_reduce does not wait for its puts to complete, so it shares no memory with operators whose parts are alike. With
+    shared memory seeds 2 and 3 find an overtaken put."""
 
     def main(world: Any) -> None:
         for launch in range(3):
@@ -76,5 +77,5 @@ def test_operators_of_one_size_follow_each_other() -> None:
             assert torch.equal(pkt.all_gather(x[world.rank][:4].clone()), torch.cat([each[:4] for each in x]))
             assert torch.equal(pkt.reduce_scatter(x[world.rank]), sum(x).chunk(4)[world.rank])
 
-    for seed in (0, 1):
-        on_ranks(4, main, node_size=2, seed=seed)
+    for seed in (2, 3):
+        on_ranks(4, main, node_size=2, seed=seed, sms=1)

@@ -392,7 +392,8 @@ OPERATOR = Operator(
         Case(shapes={"x": ()}, explore=False),
         Case(shapes={"x": (333,)}, arguments={"mode": "low_latency_two_shot", "op": "min"}, explore=False),
         Case(shapes={"x": (13, 3)}, arguments={"mode": "two_shot_push", "op": "max"}, explore=False),
-        Case(shapes={"x": (42,)}, arguments={"mode": "nodes"}, ranks=2, node_size=1, sms=1, out="x"),
+        # One piece, so that one program packs it and another sends it.
+        Case(shapes={"x": (30,)}, arguments={"mode": "nodes"}, ranks=2, node_size=1, out="x"),
         Case(shapes={"x": (42,)}, arguments={"mode": "nodes"}, ranks=4, node_size=2, explore=False),
         Case(shapes={"x": (3, 67)}, arguments={"mode": "nodes", "op": "min"}, ranks=8, node_size=2, explore=False),
         Case(shapes={"x": (200,)}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),

@@ -1,9 +1,9 @@
 """Collectives over several nodes: the network carries data once to a node, and its ranks take it from there.
 
 A tensor of `size` parts is (rows, size, run), see shared.runs. A part is cut into pieces of PIECE elements. A piece
-crosses the network in one put with a signal of its own, between ranks with one local rank (a rail). The ranks of a node
-load from each other. So the network and the links of a node work at the same time: while pieces of one node arrive,
-those of another one are passed on.
+crosses the network in one put with a signal of its own, between ranks with one local rank (a rail). Programs share the
+pieces of all nodes. The ranks of a node load from each other. So the network and the links of a node work at the same
+time: while pieces of one node arrive, those of another one are passed on.
 
 | kernel | in the node, before | network | in the node, after |
 |---|---|---|---|
@@ -124,6 +124,7 @@ def gather_kernel(
     box_ptr,  # (2, nodes, n) on every rank; [:, k]: the part of the rail's rank on node k, which the ranks of this node
     # read; [:, node]: mine, as it leaves
     arrived_ptr,  # int32 (nodes, pieces) on every rank: the launch whose piece has come from a node
+    packed_ptr,  # int32 (pieces,) on every rank: the launch whose piece of mine is in my box
     there_ptr,  # int32 (NEAR, programs) on every rank: pieces that are in the box of a rank of this node
     part,  # Part
     world,
@@ -137,35 +138,38 @@ def gather_kernel(
     node, local = rank // NEAR, rank % NEAR
     half = slot(box_ptr, (launch & 1) * NODES, part.n)
     mine = slot(half, node, part.n)
+    tasks = NODES * part.pieces
     for t in range(pid, part.pieces, programs):
-        first = tl.cast(t, tl.int64) * part.PIECE
         for start in range(0, part.PIECE, part.TILE):
-            _, element, inside = tile(first, start, part)
+            _, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
             tl.store(mine + element, tl.load(x_ptr + element, mask=inside), mask=inside)
-        nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
-        tl.debug_barrier()  # one thread sends what the others have stored
-        for i in range(1, NODES):
-            to = (node + i) % NODES * NEAR + local
-            arrived = arrived_ptr + node * part.pieces + t
+        pl.signal(packed_ptr + t, rank, world)  # publish: other programs may send it
+    for task in range(pid, tasks, programs):
+        i, t = task // part.pieces, task % part.pieces
+        if i > 0:
+            first = tl.cast(t, tl.int64) * part.PIECE
+            nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
+            to, arrived = (node + i) % NODES * NEAR + local, arrived_ptr + node * part.pieces + t
+            pl.wait(packed_ptr + t, launch, world)
             pl.put_signal(arrived, to, world, dst=mine + first, src=mine + first, nbytes=nbytes)
-    turn = (launch - 1) * (tl.cdiv(part.pieces - pid, programs) * NODES)
-    for i in range(0, NODES):
+    turn = (launch - 1) * tl.cdiv(tasks - pid, programs)
+    for task in range(pid, tasks, programs):
+        i, t = task // part.pieces, task % part.pieces
         origin = (node + NODES - i) % NODES  # my own node first, then in the order in which evenly loaded nodes send
-        for t in range(pid, part.pieces, programs):
-            turn += 1
-            if i > 0:
-                pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
-            signal_node(there_ptr + local * programs + pid, world, NEAR)  # publish
-            for j in tl.static_range(0, NEAR):
-                near = (local + j) % NEAR
-                if j > 0:
-                    pl.wait(there_ptr + near * programs + pid, turn, world)
-                for start in range(0, part.PIECE, part.TILE):
-                    unit, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
-                    at = in_whole(unit, element, part, origin * NEAR + near, world.size)
-                    inside &= at < part.limit
-                    x = pl.load(slot(half, origin, part.n) + element, node * NEAR + near, world, mask=inside)
-                    tl.store(out_ptr + at, x, mask=inside)
+        turn += 1
+        if i > 0:
+            pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
+        signal_node(there_ptr + local * programs + pid, world, NEAR)  # publish
+        for j in tl.static_range(0, NEAR):
+            near = (local + j) % NEAR
+            if j > 0:
+                pl.wait(there_ptr + near * programs + pid, turn, world)
+            for start in range(0, part.PIECE, part.TILE):
+                unit, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
+                at = in_whole(unit, element, part, origin * NEAR + near, world.size)
+                inside &= at < part.limit
+                x = pl.load(slot(half, origin, part.n) + element, node * NEAR + near, world, mask=inside)
+                tl.store(out_ptr + at, x, mask=inside)
     if not ANSWERED:
         pl.quiet(world)  # before the next launch's signals
 
@@ -205,20 +209,18 @@ def scatter_kernel(
     signal_node(ready_ptr + pid, world, NEAR)  # publish: my x is complete
     if NEAR > 1:
         pl.wait(ready_ptr + pid, launch * (NEAR - 1), world)
-    for i in range(1, NODES):
-        to = (node + i) % NODES
-        sent = slot(box_ptr, to, part.n)
-        for t in range(pid, part.pieces, programs):
-            first = tl.cast(t, tl.int64) * part.PIECE
-            for start in range(0, part.PIECE, part.TILE):
-                unit, element, inside = tile(first, start, part)
-                at = in_whole(unit, element, part, to * NEAR + local, world.size)
-                total = node_sum(x_ptr, at, inside & (at < part.limit), world, NEAR, OP)
-                tl.store(sent + element, total.to(x_ptr.dtype.element_ty), mask=inside)
-            nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
-            arrived, target = arrived_ptr + node * part.pieces + t, slot(got, node, part.n) + first
-            tl.debug_barrier()  # one thread sends what the others have stored
-            pl.put_signal(arrived, to * NEAR + local, world, dst=target, src=sent + first, nbytes=nbytes)
+    for task in range(pid, (NODES - 1) * part.pieces, programs):
+        to, t = (node + 1 + task // part.pieces) % NODES, task % part.pieces
+        first, sent = tl.cast(t, tl.int64) * part.PIECE, slot(box_ptr, to, part.n)
+        for start in range(0, part.PIECE, part.TILE):
+            unit, element, inside = tile(first, start, part)
+            at = in_whole(unit, element, part, to * NEAR + local, world.size)
+            total = node_sum(x_ptr, at, inside & (at < part.limit), world, NEAR, OP)
+            tl.store(sent + element, total.to(x_ptr.dtype.element_ty), mask=inside)
+        nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
+        arrived, target = arrived_ptr + node * part.pieces + t, slot(got, node, part.n) + first
+        tl.debug_barrier()  # one thread sends what the others have stored
+        pl.put_signal(arrived, to * NEAR + local, world, dst=target, src=sent + first, nbytes=nbytes)
     for t in range(pid, part.pieces, programs):
         for start in range(0, part.PIECE, part.TILE):
             unit, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
@@ -261,45 +263,40 @@ def exchange_kernel(
     signal_node(ready_ptr + pid, world, NEAR)  # publish: my x is complete
     if NEAR > 1:
         pl.wait(ready_ptr + pid, launch * (NEAR - 1), world)
-    for i in range(1, NODES):
-        to = (node + i) % NODES
-        sent = slot(box_ptr, to * NEAR, part.n)
-        for t in range(pid, part.pieces, programs):
-            first = tl.cast(t, tl.int64) * part.PIECE
-            count = tl.minimum(part.n - first, part.PIECE)
-            for j in range(NEAR):
-                peer = (local + j) % NEAR
-                place = sent + (first * NEAR + peer * count - first)
-                for start in range(0, part.PIECE, part.TILE):
-                    unit, element, inside = tile(first, start, part)
-                    at = in_whole(unit, element, part, to * NEAR + local, world.size, together_x)
+    for task in range(pid, (NODES - 1) * part.pieces, programs):
+        to, t = (node + 1 + task // part.pieces) % NODES, task % part.pieces
+        first, sent = tl.cast(t, tl.int64) * part.PIECE, slot(box_ptr, to * NEAR, part.n)
+        count = tl.minimum(part.n - first, part.PIECE)
+        for j in range(NEAR):
+            peer = (local + j) % NEAR
+            place = sent + (first * NEAR + peer * count - first)
+            for start in range(0, part.PIECE, part.TILE):
+                unit, element, inside = tile(first, start, part)
+                at = in_whole(unit, element, part, to * NEAR + local, world.size, together_x)
+                x = pl.load(x_ptr + at, node * NEAR + peer, world, mask=inside)
+                tl.store(place + element, x, mask=inside)
+        tl.debug_barrier()  # one thread sends what the others have stored
+        arrived, nbytes = arrived_ptr + node * part.pieces + t, count * (NEAR * part.ITEM)
+        source, target = sent + first * NEAR, slot(got, node * NEAR, part.n) + first * NEAR
+        pl.put_signal(arrived, to * NEAR + local, world, dst=target, src=source, nbytes=nbytes)
+    for task in range(pid, NODES * part.pieces, programs):
+        i, t = task // part.pieces, task % part.pieces
+        origin, first = (node + NODES - i) % NODES, tl.cast(t, tl.int64) * part.PIECE
+        count = tl.minimum(part.n - first, part.PIECE)
+        if i > 0:
+            pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
+        for j in range(NEAR):
+            peer = (local + j) % NEAR
+            place = slot(got, origin * NEAR, part.n) + (first * NEAR + peer * count - first)
+            for start in range(0, part.PIECE, part.TILE):
+                unit, element, inside = tile(first, start, part)
+                if i > 0:
+                    x = tl.load(place + element, mask=inside)
+                else:  # from my own node
+                    at = in_whole(unit, element, part, rank, world.size, together_x)
                     x = pl.load(x_ptr + at, node * NEAR + peer, world, mask=inside)
-                    tl.store(place + element, x, mask=inside)
-            tl.debug_barrier()  # one thread sends what the others have stored
-            arrived = arrived_ptr + node * part.pieces + t
-            source = sent + first * NEAR
-            target = slot(got, node * NEAR, part.n) + first * NEAR
-            nbytes = count * (NEAR * part.ITEM)
-            pl.put_signal(arrived, to * NEAR + local, world, dst=target, src=source, nbytes=nbytes)
-    for i in range(0, NODES):
-        origin = (node + NODES - i) % NODES
-        for t in range(pid, part.pieces, programs):
-            first = tl.cast(t, tl.int64) * part.PIECE
-            count = tl.minimum(part.n - first, part.PIECE)
-            if i > 0:
-                pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
-            for j in range(NEAR):
-                peer = (local + j) % NEAR
-                place = slot(got, origin * NEAR, part.n) + (first * NEAR + peer * count - first)
-                for start in range(0, part.PIECE, part.TILE):
-                    unit, element, inside = tile(first, start, part)
-                    if i > 0:
-                        x = tl.load(place + element, mask=inside)
-                    else:  # from my own node
-                        at = in_whole(unit, element, part, rank, world.size, together_x)
-                        x = pl.load(x_ptr + at, node * NEAR + peer, world, mask=inside)
-                    at = in_whole(unit, element, part, origin * NEAR + peer, world.size, together_out)
-                    tl.store(out_ptr + at, x, mask=inside)
+                at = in_whole(unit, element, part, origin * NEAR + peer, world.size, together_out)
+                tl.store(out_ptr + at, x, mask=inside)
     signal_node(read_ptr + pid, world, NEAR)  # before overwrite: I have read the x of my node's ranks
     if NEAR > 1:
         pl.wait(read_ptr + pid, launch * (NEAR - 1), world)
@@ -310,31 +307,42 @@ def exchange_kernel(
 def kept(
     world: World, kernel: str, part: Part, dtype: torch.dtype, shape: tuple[int, ...], counters: Mapping[str, int]
 ) -> tuple[SymmetricTensor, ...]:
-    """The box of parts in a `shape`, `arrived`, and so many `counters` for each program. Made once for each kernel,
-    size of a part and size of a piece: all launches with them have the same pieces in the same programs."""
+    """The box of parts in a `shape`, and so many counters by name. Made once for each kernel, size of a part and size
+    of a piece: all launches with them have the same pieces in the same programs."""
 
     def make() -> tuple[SymmetricTensor, ...]:
-        sizes = {"arrived": world.nodes * part.pieces}
-        sizes |= {name: n * num_programs(world, part.pieces) for name, n in counters.items()}
         box = empty(*shape, part.n, dtype=dtype, name=f"kernels.{kernel}_box", world=world)
-        return box, *(signals(n, name=f"kernels.{kernel}_{name}", world=world) for name, n in sizes.items())
+        return box, *(signals(n, name=f"kernels.{kernel}_{name}", world=world) for name, n in counters.items())
 
     return world.keep(("pkt.kernels", "nodes", kernel, part.n, part.PIECE.value, dtype), make)
 
 
+def _tasks(world: World, part: Part) -> int:
+    """Pieces that a rank sends, or takes, from every node."""
+    return world.nodes * part.pieces
+
+
 def _gather_memory(world: World, kernel: str, part: Part, dtype: torch.dtype) -> tuple[SymmetricTensor, ...]:
-    return kept(world, kernel, part, dtype, (2, world.nodes), {"there": world.node_size})
+    tasks = _tasks(world, part)
+    there = world.node_size * num_programs(world, tasks)
+    counters = {"arrived": tasks, "packed": part.pieces, "there": there}
+    return kept(world, kernel, part, dtype, (2, world.nodes), counters)
 
 
-def _scatter_memory(world: World, kernel: str, part: Part, dtype: torch.dtype) -> tuple[SymmetricTensor, ...]:
-    return kept(world, kernel, part, dtype, (3, world.nodes), {"ready": 1, "read": 1})
+def _scatter_memory(
+    world: World, kernel: str, part: Part, dtype: torch.dtype, places: int = 1
+) -> tuple[SymmetricTensor, ...]:
+    """places: parts for each node."""
+    tasks = _tasks(world, part)
+    counters = {"arrived": tasks, **dict.fromkeys(("ready", "read"), num_programs(world, tasks))}
+    return kept(world, kernel, part, dtype, (3, world.nodes * places), counters)
 
 
 def gather_launch(world: World, rows: int, run: int, dtype: torch.dtype, block: int | None) -> Launch:
     """launch(x, out): the parts (rows, run) of all ranks in `out` (rows, size, run). Any tensors."""
     part = cut(world, rows, run, dtype, block)
     made = _gather_memory(world, "gather", part, dtype)
-    return resident_launch(world, gather_kernel, part.pieces, (*made, part), (world.node_size, False))
+    return resident_launch(world, gather_kernel, _tasks(world, part), (*made, part), (world.node_size, False))
 
 
 def scatter_launch(world: World, rows: int, run: int, dtype: torch.dtype, op: Op, block: int | None) -> Launch:
@@ -342,7 +350,7 @@ def scatter_launch(world: World, rows: int, run: int, dtype: torch.dtype, op: Op
     sum is rounded to the dtype."""
     part = cut(world, rows, run, dtype, block)
     made = _scatter_memory(world, "scatter", part, dtype)
-    return resident_launch(world, scatter_kernel, part.pieces, (*made, part), (world.node_size, op, False))
+    return resident_launch(world, scatter_kernel, _tasks(world, part), (*made, part), (world.node_size, op, False))
 
 
 def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int | None) -> Launch:
@@ -355,8 +363,8 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     total = world.keep(key, lambda: torch.empty(run, dtype=dtype, device=world.torch_device))
     sums = _scatter_memory(world, "reduce_scatter", part, dtype)
     parts = _gather_memory(world, "reduce_gather", part, dtype)
-    scatter = resident_launch(world, scatter_kernel, part.pieces, (*sums, part), (world.node_size, op, True))
-    gather = resident_launch(world, gather_kernel, part.pieces, (*parts, part), (world.node_size, True))
+    scatter = resident_launch(world, scatter_kernel, _tasks(world, part), (*sums, part), (world.node_size, op, True))
+    gather = resident_launch(world, gather_kernel, _tasks(world, part), (*parts, part), (world.node_size, True))
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return gather(scatter(x, total), out)
@@ -370,5 +378,5 @@ def exchange_launch(
     """launch(x, out): part `rank` of the ranks' symmetric x, each (rows, run), into `out`. together: how many runs of a
     part are in a row in x, and in `out`."""
     part = cut(world, rows, run, dtype, block)
-    made = kept(world, "exchange", part, dtype, (3, world.size), {"ready": 1, "read": 1})
-    return resident_launch(world, exchange_kernel, part.pieces, (*made, part, *together), (world.node_size,))
+    made = _scatter_memory(world, "exchange", part, dtype, world.node_size)
+    return resident_launch(world, exchange_kernel, _tasks(world, part), (*made, part, *together), (world.node_size,))

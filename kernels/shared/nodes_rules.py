@@ -24,15 +24,14 @@ class _Sizes:
         self.N, self.M, self.network, self.gpu, self.part = key["nodes"], key["node_size"], key["network"], gpu, part
         piece = min(nodes.put_bytes(part, gpu.sms), max(part, 1.0))
         self.pieces = max(1, -(-int(part) // int(piece)))
-        self.programs = min(self.pieces, gpu.sms)
-        self.at_once = min(self.programs * piece, part)  # bytes of the pieces that all programs are at
+        self.programs = min(self.N * self.pieces, gpu.sms)
+        self.at_once = min(self.programs * piece, self.N * part)  # bytes of the pieces that all programs are at
         self.link = link_rate("register load", self.programs, COPY_BYTES)
         self.latency = self.network.latency if self.N > 1 else 0.0
 
     def estimate(self, network: float, node: float, memory: float, exposed: float, sync: float) -> TwoLinks:
         """network, node, memory: bytes. exposed, sync: seconds."""
-        rounds = -(-self.pieces // self.programs)
-        issued = (self.N - 1) * rounds * self.network.put
+        issued = -(-(self.N - 1) * self.pieces // self.programs) * self.network.put
         over, within = max(network / self.network.rate, issued), node / self.link
         return TwoLinks(
             launch=self.gpu.launch, compute=0.0, memory=memory / self.gpu.memory, communication=max(over, within),

@@ -54,14 +54,12 @@ class Prediction:
 
     def __str__(self) -> str:
         p, ranks = self.parts, self.nodes * self.node_size
-        longest = f"max(memory {_ms(p.memory)}, network {_ms(p.network)}, in the node {_ms(p.node)})"
-        if p.communication + p.memory > max(p.network, p.node, p.memory) + p.memory:
-            longest = f"links {_ms(p.communication)} (network {_ms(p.network)}, in the node {_ms(p.node)})"
         return (
             f"{self.operator} of {self.shape} {self.dtype} on {ranks} x {self.gpu}, {self.nodes} nodes of "
             f"{self.node_size}, {self.network.name} a GPU\n"
             f"predicted, not measured: {_ms(self.seconds)} ms, {self.efficiency:.0%} of what the links allow\n"
-            f"in ms: launch {_ms(p.launch)} + {longest} + exposed {_ms(p.exposed)} + sync {_ms(p.sync)}"
+            f"in ms: launch {_ms(p.launch)} + max(memory {_ms(p.memory)}, links {_ms(p.communication)}) + exposed "
+            f"{_ms(p.exposed)} + sync {_ms(p.sync)}; the network {_ms(p.network)}, the links of a node {_ms(p.node)}"
         )
 
 

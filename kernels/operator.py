@@ -277,12 +277,17 @@ class Operator:
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
         world, first = call.world, next(iter(self.tensors))
-        if world.nodes > 1 and not self.across:
+        across = world.nodes > 1
+        if across and not self.across:
             found = f"found a world of {world.nodes} nodes, and {self.name} works within one"
             remedy = "give it world=world.on_node; docs/scale-out.md lists the operators that work over nodes"
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if call.asked is not None:
-            choice(*self.forms_of(world))(call, "mode", call.asked)
+            forms = self.forms_of(world)
+            if call.asked not in forms and call.asked in {**self.forms, **self.across}:
+                found = f"found mode {call.asked!r} in a world of {world.nodes} node{'s' * across}"
+                raise Unsupported.here(f"rank {world.rank}: {self.name}", found, f"wanted {' or '.join(map(repr, forms))}")
+            choice(*forms)(call, "mode", call.asked)
         for name, operand in self.tensors.items():
             tensor = call.tensors[name]
             if tensor is None and operand.optional:

@@ -1,4 +1,4 @@
-"""What this host has for a network between nodes, for `pkt doctor`: read from /sys, /proc and /dev, with nothing opened.
+"""What this host has for a network between nodes, for `pkt doctor`, read from /sys, /proc and /dev.
 
 pkt uses none of it yet: worlds of several nodes run in the simulator only (docs/scale-out.md). What NVSHMEM needs is
 from NVIDIA's NVSHMEM Installation Guide, "Software Requirements". Tested with made-up trees, on no host with a network.

@@ -20,8 +20,8 @@ _GIGABITS = re.compile(r"(\d+(?:\.\d+)?) ?Gb(?:/s)?")
 
 @dataclass(frozen=True)
 class Network:
-    """The network link of one GPU. rate: bytes a second, out and at the same time in; of `parse` the line rate, which no
-    network reaches. latency: seconds one way. put: seconds that a program takes to issue a put."""
+    """The network link of one GPU. rate: bytes a second, out and at the same time in. latency: seconds one way. put:
+    seconds that a program takes to issue a put."""
 
     name: str
     rate: float
@@ -30,7 +30,8 @@ class Network:
 
     @classmethod
     def parse(cls, call: str, text: object) -> Network:
-        """A network by the bits that a GPU's link carries in a second, as "400Gb". Raises ShapeError for `call`."""
+        """A network by the bits that a GPU's link carries in a second, as "400Gb": the line rate, which no network
+        reaches. Raises ShapeError for `call`."""
         found = _GIGABITS.fullmatch(text) if isinstance(text, str) else None
         if found is None or not float(found[1]):
             wanted = 'gigabits a second for each GPU, as "400Gb", or a pkt.model.network.Network'

@@ -1,4 +1,4 @@
-"""Collectives over several nodes, as far as the conformance suite does not go: bytes, teams, calls between each other."""
+"""Collectives over several nodes, where the conformance suite does not look: bytes, teams, calls in turn."""
 
 from __future__ import annotations
 
@@ -53,6 +53,37 @@ def test_teams_with_other_ranks_are_refused(ranks: list[int], places: str) -> No
     on_ranks(4, main, node_size=2)
 
 
+def test_forms_for_other_worlds_are_refused() -> None:
+    def main(world: Any) -> None:
+        other, wanted = ("push", "'nodes'") if world.nodes > 1 else ("nodes", "'push' or 'pull'")
+        found = f"found mode '{other}' in a world of {world.nodes} nodes?: wanted {wanted}"
+        with pytest.raises(Unsupported, match=rf"rank {world.rank}: all_gather: {found}"):
+            pkt.all_gather(torch.ones(8), mode=other)  # type: ignore[arg-type]
+
+    on_ranks(2, main, node_size=1)
+    on_ranks(2, main)
+
+
+def test_fewer_elements_than_ranks() -> None:
+    def main(world: Any) -> None:
+        for n in (1, 3):
+            x = [torch.arange(1.0, n + 1) * (r + 1) for r in range(4)]
+            assert torch.equal(pkt.all_reduce(x[world.rank].clone(), op="max"), x[3])
+
+    on_ranks(4, main, node_size=2)
+
+
+def test_compiled_code_over_nodes() -> None:
+    def main(world: Any) -> float:
+        def total(x: torch.Tensor) -> torch.Tensor:
+            return pkt.all_reduce(pkt.all_gather(x, mode="nodes").clone()).sum()
+
+        x = torch.arange(8.0) + world.rank
+        return torch.compile(total, backend="aot_eager", fullgraph=True)(x).item()
+
+    assert on_ranks(4, main, node_size=2) == [4 * sum(28 + 8 * r for r in range(4))] * 4
+
+
 def test_a_team_over_nodes() -> None:
     """Two ranks of each node of three, in another order of nodes."""
 
@@ -67,8 +98,8 @@ def test_a_team_over_nodes() -> None:
 
 
 def test_operators_of_one_size_follow_each_other() -> None:
-    """all_reduce does not wait for its puts to complete, so it shares no memory with operators whose parts are alike. With
-    shared memory seeds 2 and 3 find an overtaken put."""
+    """all_reduce does not wait for its puts to complete, so it shares no memory with operators whose parts are alike.
+    With shared memory seeds 2 and 3 find an overtaken put."""
 
     def main(world: Any) -> None:
         for launch in range(3):

@@ -1,4 +1,4 @@
-"""Random operators, shapes, forms, frees and workspaces in worlds that open and close; nothing may grow.
+"""Random operators, shapes, forms, workspaces, streams, graphs, frees, in worlds that open and close: nothing may grow.
 
     python -m benchmarks.soak --device cpu --seconds 60           simulated ranks
     python -m benchmarks.soak --device cuda --seconds 1200        GPUs
@@ -10,6 +10,7 @@ descriptors, threads and objects of pkt. It fails if one of them is greater in t
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import inspect
 import os
@@ -18,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -47,23 +48,27 @@ def work(world: World, seed: int, calls: int) -> dict[str, float]:
         case = pick.choice(list(inputs.cases_of(operator, mode)))
         everybody = inputs.everybody(operator, case, world.size, seed + launch, BF16)
         symmetric = operator.forms[mode].symmetric
-        mine = {n: ts and inputs.placed(world, ts[world.rank], n in symmetric) for n, ts in everybody.items()}
+        mine: dict[str, torch.Tensor | None] = {
+            n: None if ts is None else inputs.placed(world, ts[world.rank], n in symmetric)
+            for n, ts in everybody.items()
+        }
         exact = inputs.exact(operator, case, world.rank, everybody)
         limit = inputs.bounds(operator, mode, case, world.rank, world.size, everybody, BF16)[0]
         if "out" in symmetric:
             mine["out"] = pkt.empty(tuple(exact.shape), dtype=BF16, world=world)
+        way = pick.choice(("here", "stream", "graph")) if cuda else "here"
         try:
             if pick.random() < 0.3 and "workspace" in inspect.signature(operator.function).parameters:
                 with pkt.Workspace(world) as workspace:
                     found = inputs.called(operator, mode, mine, case, world=world, workspace=workspace)
                     found = inputs.defined(found, exact, limit).clone()
             else:
-                found = inputs.called(operator, mode, mine, case, world=world)
-                found = inputs.defined(found, exact, limit).clone()
+                call = functools.partial(inputs.called, operator, mode, mine, case, world=world)
+                found = inputs.defined(called(way, call, mine), exact, limit).clone()
             near = torch.as_tensor(limit, device=found.device)
             close = inputs.within(found.double(), exact.to(found.device), near)
             assert close.all(), (
-                f"call {launch} of seed {seed}, {name}, {mode}, {case}: {off(found, exact, close.cpu())}"
+                f"call {launch} of seed {seed}, {name}, {mode}, {way}, {case}: {off(found, exact, close.cpu())}"
             )
             if found.dtype == BF16:  # of which BOUND is
                 worst = max(worst, distance(found, exact.to(found.device)))
@@ -74,6 +79,27 @@ def work(world: World, seed: int, calls: int) -> dict[str, float]:
         while kept and pick.random() < 0.7:
             kept.pop(pick.randrange(len(kept))).free()
     return {"distance": worst, "descriptors": float(len(os.listdir("/proc/self/fd")))}
+
+
+def called(way: str, call: Callable[[], Any], operands: Mapping[str, torch.Tensor | None]) -> Any:
+    """What `call` returns here, on another stream, or in a graph that is replayed twice with the same operands."""
+    if way == "here":
+        return call()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tensors = [t for t in operands.values() if t is not None]
+        before = [t.clone() for t in tensors]  # some calls overwrite an operand
+        found = call()
+        if way == "graph":
+            with torch.cuda.graph(graph, stream=stream):
+                found = call()
+            for _ in range(2):
+                for tensor, kept in zip(tensors, before):
+                    tensor.copy_(kept)
+                graph.replay()
+    stream.synchronize()
+    return found
 
 
 def off(found: torch.Tensor, exact: torch.Tensor, close: torch.Tensor) -> str:

@@ -104,7 +104,7 @@ def flash_decode(
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
-# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_1.json`): for heads with keys of
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): for heads with keys of
 # their own two small programs an SM, each with three loads on their way; for heads that share keys one large program.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""

@@ -109,10 +109,11 @@ class Case:
     """A small call that breaks things, for the conformance suite.
 
     sizes: of the letters of the shapes. shapes: of operands of any shape. arguments: keywords of the call, `mode` and
-    settings among them. ranks, sms, multicast, node_size: of the world; None: it has one node. launches: how many, with
-    other inputs and nothing reset between. out: "new", "given", "symmetric", or "x" for the operand x itself. explore:
-    run it under many schedules, and with every piece of synchronisation broken in turn. large: sizes of the letters for
-    which kernels are compiled; a few hundred each where none are given.
+    settings among them. ranks, sms, multicast, node_size: of the world; node_size None: it has one node. launches: how
+    many, with other inputs and nothing reset between. out: "new", "given", "symmetric", or "x" for the operand x
+    itself. explore: run it under many schedules, and with every piece of synchronisation broken in turn. dtype: of the
+    first operand where it is explored; kernels are compiled for a form's first case, and for those of another dtype
+    than fp32. large: sizes of the letters for which they are; a few hundred each where none are given.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class Case:
     launches: int = 2
     out: str = "symmetric"
     explore: bool = True
+    dtype: torch.dtype = torch.float32
     large: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -92,6 +92,7 @@ def dispatch_matmul_kernel(
     x_ptr,  # (T, H) this rank's
     idx_ptr,  # int32 or int64 (T, K) this rank's
     w_ptr,  # fp32 (T, K) this rank's: weights of the tokens' experts
+    s_ptr,  # None: tokens have no scales
     to,  # dispatch's Result
     routes_ptr,  # int32 (T, K) this rank's
     arrived,  # Arrived, this rank's
@@ -107,16 +108,17 @@ def dispatch_matmul_kernel(
     launch, half, room = push.begin(idx_ptr, to, routes_ptr, m, p, world)  # its barriers publish these zeros
     alone = tl.num_programs(0) == 1
     if pid < p.SENDERS:
-        push.send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
+        push.send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world)
     if (pid >= p.SENDERS) | alone:
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
         own, last = push.tasks(half, room, p, world)
-        push.place(x_ptr, idx_ptr, w_ptr, half, launch, first, own, step, to, routes_ptr, arrived, m, p, world)
+        push.place(x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, own, step, to, routes_ptr, arrived, m, p, world)
         if first < t.PLACERS:
             push.place(
-                x_ptr, idx_ptr, w_ptr, half, launch, own + first, last, t.PLACERS, to, routes_ptr, arrived, m, p, world
-            )
+                x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, own + first, last, t.PLACERS, to, routes_ptr, arrived, m, p,
+                world,
+            )  # fmt: skip
             push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
     _multiply(half, to, arrived, t, p, world)
     if p.CLEAR:
@@ -259,7 +261,7 @@ def _plan_unfused(call: Call) -> Launch:
 
     def launch(*tensors: Any) -> Any:
         x, idx, weights, w, *there, product = tensors
-        move(x, idx, weights, *there)
+        move(x, idx, weights, there[0], None, *there[1:], there[-1])  # which stands for scales
         multiply(there[0], w, there[3], product)
         return tensors[4:]
 
@@ -311,7 +313,8 @@ def _plan_push(call: Call) -> Launch:
 
     def launch(*tensors: Any) -> Any:
         x, idx, weights, w, *there, product = tensors
-        start(x, idx, weights, there, arrived, Product(w, product, queue, N, *constants), buffers, sized)
+        results = (*there, there[-1])  # which stands for scales
+        start(x, idx, weights, None, results, arrived, Product(w, product, queue, N, *constants), buffers, sized)
         return tensors[4:]
 
     return launch
@@ -385,7 +388,7 @@ OPERATOR = Operator(
         "w": Operand("e h n", transposed=True, strided=True),
     },
     result=_bound_result,
-    also={**DISPATCH.also, "product": Operand("r n")},
+    also={**{n: o for n, o in DISPATCH.also.items() if n != "row_scales"}, "product": Operand("r n")},
     arguments={name: check for name, check in DISPATCH.arguments.items() if name != "num_experts"},
     settings={
         "num_comm_sms": integer(least=1), "tiles": products.tiles, "tokens_per_rank": integer(least=1),

@@ -6,12 +6,14 @@ number of the row's rank, whose gradient goes home to its token as a row of K nu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .gradients import Backward, Gradients, Recorded
+from .shared.checks import FLOATS
 
 
 def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
@@ -27,7 +29,13 @@ def _of_dispatch(call: Recorded) -> Gradients:
         number = torch.arange(handle.tokens.shape[1], dtype=torch.int32, device=handle.tokens.device)
         spread = torch.where(call["source"][:, 2:] == number, call.grads[1][:, None], 0)  # fp32 (R, K)
         found["topk_weights"] = call.operator("combine", spread, handle)
+    if "scales" in call.wanted:
+        found["scales"] = call.operator("combine", call.grads[8], handle)
     return found
+
+
+def _narrow(keywords: Mapping[str, Any], dtype: torch.dtype) -> str:
+    return "" if dtype in FLOATS else f"rows of {str(dtype).removeprefix('torch.')}"
 
 
 def _of_combine(call: Recorded) -> Gradients:
@@ -58,8 +66,9 @@ def _of_dispatch_again(call: Recorded) -> Gradients:
 _ROUTES = ("dispatched.tokens", "dispatched.places")
 OF_DISPATCH = Backward(
     _of_dispatch,
-    "`combine` of the rows' gradients, and of the weights' gradients as rows of K numbers",
-    saves={"x": ("tokens", "places"), "topk_weights": ("tokens", "places", "source")},
+    "`combine` of the gradients of rows and scales, and of the weights' gradients as rows of K numbers",
+    saves={"x": ("tokens", "places"), "scales": ("tokens", "places"), "topk_weights": ("tokens", "places", "source")},
+    refuses=_narrow,
 )
 OF_COMBINE = Backward(
     _of_combine,

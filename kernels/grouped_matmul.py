@@ -2,7 +2,7 @@
 
 One persistent kernel. Every program finds its tiles from `offsets` on the device: it computes how many tiles each
 expert has, and a tile's expert is the number of experts whose tiles end before it. So the host need not know how many
-rows an expert has, and a CUDA graph replays with other routing.
+rows an expert has, and a CUDA graph replays with other routing. fp8 with scales has a kernel in grouped_fp8.py.
 
 The tiles of one expert are neighbours, and among them those of the same columns. So the programs that share weights run
 at the same time, and memory delivers a weight once: with few rows an expert the product takes the time that the weights
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -22,17 +23,23 @@ from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
-from . import gradients, grouped_gradients
+from . import gradients, grouped_fp8, grouped_gradients
 from .agreement import world_of
 from .declaration import Call
+from .grouped_fp8 import spread
 from .grouped_outer import clear as clear_rows
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_apart, check_tensor
+from .shared.expert_tiles import ends_of, find
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers
 
 
-def reference(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, scales: grouped_fp8.Pair | None = None
+) -> torch.Tensor:
     """The exact product in fp64, (M, N); rows of no expert are 0."""
+    if scales is not None:
+        x, w = x.double() * spread(scales[0], x.shape[1]), w.double() * spread(scales[1], *w.shape[1:])
     out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float64, device=x.device)
     ends = offsets.tolist()
     for expert, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -58,23 +65,12 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,  # rows of tiles that run over all columns together, and share their rows in L2
 ):
-    e = tl.arange(0, EXPERTS)
-    starts, stops = _rows(offsets_ptr, e, experts, M)
     columns = tl.cdiv(N, BLOCK_N)
-    ends = tl.cumsum(tl.cdiv(stops - starts, BLOCK_M) * columns)  # tiles of each expert and of those before it
+    ends = ends_of(offsets_ptr, experts, M, columns, EXPERTS, BLOCK_M)
     a = stack(x_ptr, 1, M, K, K, BLOCK_M, BLOCK_K, TMA)
     b = _weights(w_ptr, experts, K, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
     for tile in range(tl.program_id(0), tl.max(ends), tl.num_programs(0)):
-        before = ends <= tile
-        expert = tl.sum(before.to(tl.int32))
-        inside = tile - tl.max(tl.where(before, ends, 0))
-        start, stop = _rows(offsets_ptr, expert, experts, M)
-        rows = tl.cdiv(stop - start, BLOCK_M)
-        group = inside // (GROUP * columns) * GROUP
-        high = tl.minimum(rows - group, GROUP)
-        inside = inside % (GROUP * columns)
-        row = start + (group + inside % high) * BLOCK_M
-        col = inside // high * BLOCK_N
+        expert, row, col, stop = find(tile, ends, offsets_ptr, experts, M, columns, BLOCK_M, BLOCK_N, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if TMA:
             acc = accumulate(acc, a, 0, b, expert, experts, row, col, M, N, K, K, True, TRANSPOSED, BLOCK_K)
@@ -83,15 +79,6 @@ def grouped_matmul_kernel(
             acc = accumulate(acc, a, 0, own, 0, 1, row, col, M, N, K, K, False, TRANSPOSED, BLOCK_K)
         ptrs, mask = tile_pointers(out_ptr, row, col, stop, N, N, BLOCK_M, BLOCK_N)
         tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _rows(offsets_ptr, expert, experts, M):
-    """The first row of `expert` and the one behind its last, whatever the offsets are: inside of x, and in order."""
-    start = tl.load(offsets_ptr + expert, mask=expert < experts, other=0)
-    stop = tl.load(offsets_ptr + expert + 1, mask=expert < experts, other=0)
-    start = tl.maximum(start, 0)
-    return start, tl.maximum(tl.minimum(stop, M), start)
 
 
 @triton.jit
@@ -108,6 +95,7 @@ def grouped_matmul(
     offsets: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    scales: grouped_fp8.Pair | None = None,
     clear: bool | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
@@ -120,14 +108,39 @@ def grouped_matmul(
     None. clear: whether rows that no expert has become zeros, as functions of torch behind the product need; they are
     not written otherwise. None: they do where the result is new and gradients are enabled. tiles: (block_m, block_n,
     block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by M /
-    experts and dtype. Sums are in fp32. Returns `out`. Differentiable: the gradient of x is zero in the rows that no
+    experts and dtype. Sums are in fp32.
+
+    scales: (scales of x, scales of w), fp32, for x and w of float8_e4m3fn: a value is an element times its scale. Of x
+    they are (M, K / 128), of w (experts, K / 128, N / 128), rounded up, with any strides; a 1 in place of K / 128 or
+    N / 128 stands for all blocks. So `dispatch` brings those of x. The result has the dtype of `out`, or bf16. tiles:
+    block_k is 128, and block_n divides it. Has no gradient, and is not for compiled code. Fastest with w transposed.
+
+    Returns `out`. Differentiable: the gradient of x is zero in the rows that no
     expert has. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad and `out` is given.
     """
     if clear is None:
         clear = out is None and torch.is_grad_enabled()
     if out is not None and torch.compiler.is_dynamo_compiling():
         raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
+    if scales is not None:
+        return _multiply_scaled(x, w, scales, offsets, tiles, clear, world, out)
     return _multiply(x, w, offsets, tiles, clear, world, out)
+
+
+def _multiply_scaled(
+    x: torch.Tensor, w: torch.Tensor, scales: Any, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: Any,
+    world: World | None, out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    every = *(scales if isinstance(scales, (tuple, list)) else ()), x, w, offsets, out
+    if grouped_gradients.is_traced(*every):
+        raise Unsupported.here("grouped_matmul", "found scales= in compiled code", "call it outside torch.compile")
+    world = world_of("grouped_matmul", world, x, out)
+    if torch.is_grad_enabled() and gradients.required(every):
+        found = "found scales=, with which a product has no gradient, and a tensor that requires grad"
+        remedy = "call it under torch.no_grad(), or with operands that are detached"
+        raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+    _check_plain(clear, world)
+    return grouped_fp8.multiply(x, w, scales, offsets, tiles, clear, world, out)
 
 
 def _multiply(
@@ -138,10 +151,8 @@ def _multiply(
     if grouped_gradients.is_traced(x, w, offsets):
         return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     world = world_of("grouped_matmul", world, x, out)
+    _check_plain(clear, world)
     transposed = _check(x, w, offsets, out, world)
-    if not isinstance(clear, bool):
-        found = f"{type(clear).__name__} {clear!r:.40}"
-        raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
         if out is not None:
             found = "found out=, which autograd does not record, and a tensor that requires grad"
@@ -217,13 +228,20 @@ def programs_each(tiles: Tiles, dtype: torch.dtype) -> int:
     return 2 if tiles.num_warps <= 4 and 2 * stages * stage + SPARE <= SHARED else 1
 
 
+def _check_plain(clear: Any, world: World) -> None:
+    """Raise Closed, or DtypeError unless `clear` is True or False."""
+    if world.closed:
+        raise Closed.used(world.rank, "grouped_matmul")
+    if not isinstance(clear, bool):
+        found = f"{type(clear).__name__} {clear!r:.40}"
+        raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
+
+
 def _check(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None, world: World
 ) -> bool:  # fmt: skip
     """Raise what the function's docstring says; whether w is the view of a transposed tensor."""
     call, rank = "grouped_matmul", world.rank
-    if world.closed:
-        raise Closed.used(rank, call)
     check_tensor(call, "x", x, world, dtypes=FLOATS)
     if x.ndim != 2:
         raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", rank)

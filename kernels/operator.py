@@ -286,7 +286,8 @@ class Operator:
             forms = self.forms_of(world)
             if call.asked not in forms and call.asked in {**self.forms, **self.across}:
                 found = f"found mode {call.asked!r} in a world of {world.nodes} node{'s' * across}"
-                raise Unsupported.here(f"rank {world.rank}: {self.name}", found, f"wanted {' or '.join(map(repr, forms))}")
+                wanted = f"wanted {' or '.join(map(repr, forms))}"
+                raise Unsupported.here(f"rank {world.rank}: {self.name}", found, wanted)
             choice(*forms)(call, "mode", call.asked)
         for name, operand in self.tensors.items():
             tensor = call.tensors[name]

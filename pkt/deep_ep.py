@@ -15,8 +15,15 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.combine import combine
 from pkt.kernels.dispatch import Dispatched, dispatch
 from pkt.kernels.dispatch_again import dispatch_again
+from pkt.kernels.shared.checks import FLOATS
+from pkt.kernels.shared.fp8 import FP8, GROUP, LARGEST, quantized
 from pkt.launcher import init
 from pkt.runtime.world import World, current_world
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Tokens; or fp8 tokens and their scales, fp32."""
+LEAST_SCALE = 1e-4 / LARGEST
+"""That low_latency_dispatch quantises with: DeepEP takes every group to have a magnitude of 1e-4 at least."""
 
 
 class EventOverlap:
@@ -88,18 +95,19 @@ class Buffer:
         return in_rank.sum(0, dtype=torch.int32), None, per_expert, in_rank, EventOverlap()
 
     def dispatch(
-        self, x: torch.Tensor, handle: Handle | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        self, x: Rows, handle: Handle | None = None, num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: None = None, is_token_in_rank: torch.Tensor | None = None,
         num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
         config: Any = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[
-        torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap
+        Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap
     ]:  # fmt: skip
         """(received x, its topk_idx and topk_weights, tokens of each expert here, handle, event). Collective.
 
-        x: (T, H). is_token_in_rank: bool (T, W), and num_tokens_per_expert: (num_experts,), of
+        x: (T, H); or (x, scales) with x fp8 and scales fp32 (T, H / 128) or (T, 1), and then received x is such a pair,
+        too. is_token_in_rank: bool (T, W), and num_tokens_per_expert: (num_experts,), of
         `get_dispatch_layout`; topk_idx: (T, K) and topk_weights: fp32 (T, K), or both None. A token arrives once at
         each rank that it goes to, in the order of source ranks and tokens. The received topk_idx counts this rank's
         experts from 0 and has -1 for those of other ranks, whose received weights are 0. The counts are rounded up to
@@ -108,10 +116,11 @@ class Buffer:
         dispatch, whose tokens go the same way; only received x and event are not None then. Raises ShapeError,
         DtypeError, Unsupported.
         """
-        x, size, where = self._plain("dispatch", x), self.group_size, "dispatch"
+        (x, scales), size, where = self._scaled("dispatch", x), self.group_size, "dispatch"
         if handle is not None:
             again = self._again(x, handle.there)
-            return again[: handle.received], None, None, None, None, EventOverlap()
+            of_again = None if scales is None else self._again(scales, handle.there)
+            return _received(again, of_again, handle.received), None, None, None, None, EventOverlap()
         if is_token_in_rank is None or num_tokens_per_expert is None:
             missing = "is_token_in_rank" if is_token_in_rank is None else "num_tokens_per_expert"
             raise DtypeError.argument(
@@ -125,16 +134,16 @@ class Buffer:
         room = num_worst_tokens or max(1, size * max(self.world.all_gather_object(x.shape[0])))
         there = dispatch(
             x, going, going.new_ones(going.shape, dtype=torch.float32), size, max_tokens=room,
-            num_comm_sms=self.num_sms, clear=bool(num_worst_tokens), world=self.world,
+            scales=scales, num_comm_sms=self.num_sms, clear=bool(num_worst_tokens), world=self.world,
         )  # fmt: skip
         if num_worst_tokens:
             received = num_worst_tokens
         else:
             there.check()
             received = int(there.offsets[1])
-        new = Handle(there, received)
+        new, rows = Handle(there, received), _received(there.rows, there.scales, received)
         if topk_idx is None or topk_weights is None:
-            return there.rows[:received], None, None, None, new, EventOverlap()
+            return rows, None, None, None, new, EventOverlap()
         experts = num_tokens_per_expert.numel()
         self._check_idx(where, topk_idx, experts)
         own = experts // size
@@ -146,7 +155,7 @@ class Buffer:
         idx, weights = torch.where(mine, idx, -1), torch.where(mine, weights, 0)
         counts = (idx[:, :, None] == torch.arange(own, device=x.device)).any(1).sum(0).tolist()
         aligned = [-(-n // expert_alignment) * expert_alignment for n in counts]
-        return there.rows[:received], idx.to(topk_idx.dtype), weights, aligned, new, EventOverlap()
+        return rows, idx.to(topk_idx.dtype), weights, aligned, new, EventOverlap()
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, bias: Any = None,
@@ -165,31 +174,41 @@ class Buffer:
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
-        cumulative_local_expert_recv_stats: torch.Tensor | None = None, use_fp8: bool = True,
-        async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:  # fmt: skip
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True, round_scale: bool = False,
+        use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:  # fmt: skip
         """(received x (E, W * tokens, H), received tokens of each expert int32 (E,), handle, event, hook). Collective.
 
-        x: (T, H) with T at most num_max_dispatch_tokens_per_rank, alike on all ranks; topk_idx: (T, K), -1 for none.
-        use_fp8 must be False. cumulative_local_expert_recv_stats: int32 (E,), to which the counts are added. The tokens
-        have arrived when the current stream has: the hook does nothing. The host waits for nothing. Raises ShapeError,
-        DtypeError, Unsupported.
+        x: (T, H), bf16, fp16 or fp32, with T at most num_max_dispatch_tokens_per_rank, alike on all ranks; topk_idx:
+        (T, K), -1 for none. use_fp8: x, of which H is a multiple of 128, is sent as fp8 with a scale for each 128
+        elements, and received x is (fp8 (E, W * tokens, H), scales, fp32 (E, W * tokens, H / 128), whose last two
+        dimensions are stored transposed). A scale is the greatest magnitude, or 1e-4 if that is more, / 448.
+        round_scale, use_ue8m0 and dispatch_wait_recv_cost_stats are refused. cumulative_local_expert_recv_stats: int32
+        (E,), to which the counts are added. The tokens have arrived when the current stream has: the hook does nothing.
+        The host waits for nothing. Raises ShapeError, DtypeError, Unsupported.
         """
         where, x = "low_latency_dispatch", self._plain("low_latency_dispatch", x)
-        if use_fp8:
-            raise Unsupported.here(f"rank {self.rank}: {where}", "found use_fp8=True", "use_fp8=False")
+        if round_scale or use_ue8m0 or dispatch_wait_recv_cost_stats is not None:
+            found = "found round_scale, use_ue8m0 or dispatch_wait_recv_cost_stats"
+            raise Unsupported.here(f"rank {self.rank}: {where}", found, "leave them away")
         self._check_idx(where, topk_idx, num_experts)
         size, most, K = self.group_size, num_max_dispatch_tokens_per_rank, topk_idx.shape[1]
+        x, scales = self._quantized(where, x) if use_fp8 else (x, None)
         ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=x.device)
         room = max(1, size * most * max(1, K))
         there = dispatch(
-            x, topk_idx, ones, num_experts, max_tokens=room, clear=False, tokens_per_rank=most, world=self.world
-        )
+            x, topk_idx, ones, num_experts, scales=scales, max_tokens=room, clear=False, tokens_per_rank=most,
+            world=self.world,
+        )  # fmt: skip
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += there.counts
         row = there.offsets[:-1, None] + torch.arange(size * most, device=x.device)
-        packed = there.rows[row.clamp(max=room - 1)]
-        return packed, there.counts, LowLatencyHandle(there, most), EventOverlap(), _nothing
+        packed, handle = _packed(there.rows, row), LowLatencyHandle(there, most)
+        if there.scales is None:
+            return packed, there.counts, handle, EventOverlap(), _nothing
+        of_columns = _packed(there.scales, row).transpose(1, 2).contiguous()
+        return (packed, of_columns.transpose(1, 2)), there.counts, handle, EventOverlap(), _nothing
 
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
@@ -221,7 +240,9 @@ class Buffer:
         """Nothing: no buffer has to be clean."""
 
     def _again(self, x: torch.Tensor, there: Dispatched) -> torch.Tensor:
-        """The rows of other values of the same tokens."""
+        """The rows of other values of the same tokens. fp8 goes as bf16, which has all its values."""
+        if x.dtype == FP8:
+            return self._again(x.to(torch.bfloat16), there).to(FP8)
         copied = there._replace(weights=torch.ones_like(there.weights))
         return dispatch_again(x.contiguous(), copied, world=self.world).rows
 
@@ -234,13 +255,37 @@ class Buffer:
         return combine(rows, handle.there._replace(weights=None), num_comm_sms=self.num_sms, world=self.world)
 
     def _plain(self, where: str, x: Any, dimensions: int = 2) -> torch.Tensor:
-        """x, if it is a tensor of so many dimensions: DeepEP also takes fp8 with scales, as a tuple."""
+        """x, if it is a tensor of so many dimensions."""
         if not isinstance(x, torch.Tensor):
-            wanted = "a tensor; fp8 with scales is not there"
-            raise DtypeError.argument(where, "x", type(x).__name__, wanted, self.rank)
+            raise DtypeError.argument(where, "x", type(x).__name__, "a tensor", self.rank)
         if x.ndim != dimensions:
             raise ShapeError.argument(where, "x", tuple(x.shape), f"{dimensions} dimensions", self.rank)
         return x
+
+    def _scaled(self, where: str, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(tokens, their scales or None) of x, a tensor or a pair."""
+        if not isinstance(x, (tuple, list)):
+            return self._plain(where, x), None
+        if len(x) != 2 or not all(isinstance(part, torch.Tensor) for part in x) or x[0].dtype != FP8:
+            found = f"({', '.join(str(getattr(part, 'dtype', type(part).__name__)) for part in x)})"
+            raise DtypeError.argument(where, "x", found, "a tensor, or (float8_e4m3fn, float32 scales)", self.rank)
+        tokens, scales = self._plain(where, x[0]), x[1]
+        if scales.dtype != torch.float32:
+            raise DtypeError.argument(where, "x[1]", scales.dtype, "float32", self.rank)
+        T, H = tokens.shape
+        if tuple(scales.shape) not in ((T, 1), (T, H / GROUP)):
+            wanted = f"({T}, {H} / {GROUP}) or ({T}, 1)"
+            raise ShapeError.argument(where, "x[1]", tuple(scales.shape), wanted, self.rank)
+        return tokens, scales
+
+    def _quantized(self, where: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp8 tokens, their scales), as DeepEP quantises."""
+        if x.dtype not in FLOATS:
+            raise DtypeError.argument(where, "x", x.dtype, "bfloat16, float16 or float32", self.rank)
+        if x.shape[1] % GROUP:
+            wanted = f"a multiple of {GROUP} columns, or use_fp8=False"
+            raise ShapeError.argument(where, "x", tuple(x.shape), wanted, self.rank)
+        return quantized(x.contiguous(), LEAST_SCALE)
 
     def _check_idx(self, where: str, topk_idx: torch.Tensor, num_experts: int) -> None:
         """Raise ShapeError unless there are so many experts for each rank, and topk_idx is (T, K)."""
@@ -252,6 +297,17 @@ class Buffer:
         if num_experts < 1 or num_experts % self.group_size:
             wanted = f"a multiple of {self.group_size} ranks"
             raise ShapeError.argument(where, "num_experts", num_experts, wanted, self.rank)
+
+
+def _received(rows: torch.Tensor, scales: torch.Tensor | None, count: int) -> Rows:
+    """The first rows, with their scales if there are any."""
+    return rows[:count] if scales is None else (rows[:count], scales[:count])
+
+
+def _packed(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """rows[at], the last row where there are fewer. torch indexes fp8 as bytes."""
+    bits = rows.view(torch.uint8) if rows.dtype == FP8 else rows
+    return bits[at.clamp(max=len(rows) - 1)].view(rows.dtype)
 
 
 def _nothing() -> None:

@@ -89,6 +89,64 @@ def test_a_low_latency_layer() -> None:
     on_ranks(2, run, sms=2)
 
 
+@pytest.mark.parametrize(("hidden", "groups"), [(8, 1), (256, 2)])
+def test_fp8_travels_with_its_scales(hidden: int, groups: int) -> None:
+    def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = random((T[rank], hidden), torch.float32, rank, 2).to(torch.float8_e4m3fn)
+        return x, random((T[rank], groups), torch.float32, rank, 3)
+
+    def run(world: Any) -> None:
+        buffer, (_, idx, weights) = Buffer(), operands(world.rank)
+        x, scales = tokens(world.rank)
+        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * OWN)
+        found = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        got, got_idx, _, _, handle, _ = buffer.dispatch((x, scales), **found, topk_idx=idx, topk_weights=weights)
+        sent = [(r, t) for r in range(2) for t in range(T[r]) if (operands(r)[1][t] // OWN == world.rank).any()]
+        assert got_idx is not None
+        assert len(got_idx) == len(sent)
+        again = buffer.dispatch((x, 2 * scales), handle=handle)[0]
+        for (rows, of_rows), times in ((got, 1), (again, 2)):
+            assert rows.dtype == torch.float8_e4m3fn
+            assert torch.equal(rows.float(), torch.stack([tokens(r)[0][t].float() for r, t in sent]))
+            assert torch.equal(of_rows, torch.stack([times * tokens(r)[1][t] for r, t in sent]))
+
+    on_ranks(2, run, sms=2)
+
+
+def test_low_latency_fp8_is_quantised_by_128_elements() -> None:
+    """A group of zeros, and one whose least element is far below its greatest, too."""
+    hidden, most = 256, 4
+
+    def tokens(rank: int) -> torch.Tensor:
+        x = random((T[rank], hidden), torch.bfloat16, rank, 4)
+        x[0, :128], x[1, 128] = 0, 2**20
+        return x
+
+    def run(world: Any) -> None:
+        buffer, (_, idx, weights) = Buffer(), operands(world.rank)
+        (got, scales), counts, handle, _, _ = buffer.low_latency_dispatch(tokens(world.rank), idx, most, 2 * OWN)
+        assert got.dtype == torch.float8_e4m3fn
+        assert tuple(scales.shape) == (OWN, 2 * most, 2)
+        assert scales.stride()[1:] == (1, 2 * most)
+        for e in range(OWN):
+            own = world.rank * OWN + e
+            sent = [tokens(r)[t] for r in range(2) for t, row in enumerate(operands(r)[1]) for k in row if k == own]
+            assert counts[e] == len(sent)
+            if sent:
+                exact = torch.stack(sent).double().view(-1, 2, 128)
+                scale = exact.abs().amax(2).clamp(min=1e-4) / 448
+                assert ((scales[e, : len(sent)].double() - scale).abs() <= 2.0**-23 * scale).all()
+                values = got[e, : len(sent)].double().view(-1, 2, 128) * scales[e, : len(sent), :, None].double()
+                # e4m3 has 3 bits behind the point, and its least number is 2^-9.
+                limit = (2.0**-4 + 2.0**-21) * exact.abs() + 2.0**-10 * scale[:, :, None]
+                assert ((values - exact).abs() <= limit).all()
+        y = torch.zeros(OWN, 2 * most, hidden, dtype=torch.bfloat16)
+        combined = buffer.low_latency_combine(y, idx, weights, handle)[0]
+        assert torch.equal(combined, torch.zeros(T[world.rank], hidden, dtype=torch.bfloat16))
+
+    on_ranks(2, run, sms=2)
+
+
 def test_refuses() -> None:
     def run(world: Any) -> None:
         buffer, (x, idx, weights) = Buffer(world), operands(0)
@@ -96,9 +154,12 @@ def test_refuses() -> None:
         found = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
         handle = buffer.dispatch(x, **found)[4]
         packed, _, few, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
-        rest = idx, weights, few
+        rest, narrow = (idx, weights, few), x.to(torch.float8_e4m3fn)
         wrongs = [
             (pkt.DtypeError, "x", lambda: buffer.dispatch((x, x), **found)),
+            (pkt.DtypeError, "x", lambda: buffer.dispatch((narrow,), **found)),
+            (pkt.DtypeError, r"x\[1\]", lambda: buffer.dispatch((narrow, narrow), **found)),
+            (pkt.ShapeError, r"x\[1\]", lambda: buffer.dispatch((narrow, x), **found)),
             (pkt.ShapeError, "x", lambda: buffer.dispatch(x[0], **found)),
             (pkt.DtypeError, "is_token_in_rank", lambda: buffer.dispatch(x)),
             (pkt.ShapeError, "is_token_in_rank", lambda: buffer.dispatch(x, None, None, None, idx, per_expert)),
@@ -107,7 +168,9 @@ def test_refuses() -> None:
             (pkt.ShapeError, "topk_idx", lambda: buffer.get_dispatch_layout(idx[0], 4)),
             (pkt.ShapeError, "x", lambda: buffer.combine(x[:1], handle)),
             (pkt.Unsupported, "bias", lambda: buffer.combine(x, handle, bias=x)),
-            (pkt.Unsupported, "use_fp8", lambda: buffer.low_latency_dispatch(x, idx, 4, 4)),
+            (pkt.ShapeError, "use_fp8", lambda: buffer.low_latency_dispatch(x, idx, 4, 4)),
+            (pkt.DtypeError, "x", lambda: buffer.low_latency_dispatch(narrow, idx, 4, 4)),
+            (pkt.Unsupported, "use_ue8m0", lambda: buffer.low_latency_dispatch(x, idx, 4, 4, use_ue8m0=True)),
             (pkt.ShapeError, "tokens_per_rank", lambda: buffer.low_latency_dispatch(x, idx, 3, 4, use_fp8=False)),
             (pkt.ShapeError, "x", lambda: buffer.low_latency_combine(packed[:1], *rest)),
             (pkt.Unsupported, "zero_copy", lambda: buffer.low_latency_combine(packed, *rest, zero_copy=True)),

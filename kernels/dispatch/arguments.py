@@ -14,6 +14,7 @@ class Size(NamedTuple):
     H: Any  # elements of a token
     R: Any  # rows of the result
     S: Any  # slots
+    G: Any  # scales of a token
     EXPERTS: tl.constexpr  # OWN times the number of ranks
     CHOICES: tl.constexpr  # of them exist
     OWN: tl.constexpr  # of a rank
@@ -26,6 +27,7 @@ class Size(NamedTuple):
     TOKENS: tl.constexpr  # numbered at a time
     ROWS: tl.constexpr  # copied at a time, ROWS x COLS
     COLS: tl.constexpr
+    SCALED: tl.constexpr  # tokens have scales
 
 
 class Result(NamedTuple):
@@ -39,6 +41,7 @@ class Result(NamedTuple):
     tokens: Any
     places: Any
     needed: Any
+    scales: Any  # as int32
 
 
 class Buffers(NamedTuple):
@@ -47,7 +50,8 @@ class Buffers(NamedTuple):
     table: Any  # int32 (2, size, EXPERTS + size): rank r stores [:, r], its totals of hist and sent; halves by the
     # launch's parity: a peer may be a launch ahead, while this rank still reads
     inbox: Any  # (S, H): the slot's token, from its source
-    meta: Any  # int32 (S, 2 * K + 1): of a slot the rows here and weights of its pairs, and its number at the source
+    meta: Any  # int32 (S, 2 * K + 1 + G): of a slot the rows here and weights of its pairs, its number at the source,
+    # and its scales
     ready: Any  # int32 (1 + S / CHUNK,): ranks whose counts are here; of each chunk the last launch that has filled it
     grid: Any  # int32 (1,): of the grid barrier
     hist: Any  # int32 (programs, EXPERTS): pairs of token and expert among the tokens of a program
@@ -63,8 +67,10 @@ class Few(NamedTuple):
     H: Any
     R: Any
     S: Any
+    G: Any
     P: Any  # tokens of a rank at most
     THIRD: Any  # words of a token
+    SCALES: Any  # words of its scales
     PARTS: Any  # programs that share a token
     EXPERTS: tl.constexpr
     CHOICES: tl.constexpr
@@ -80,6 +86,7 @@ class Few(NamedTuple):
     TOKENS: tl.constexpr  # counted at a time
     BLOCK: tl.constexpr  # words of a token moved at a time
     LANES: tl.constexpr  # threads
+    SCALED: tl.constexpr
 
 
 class Words(NamedTuple):

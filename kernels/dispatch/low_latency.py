@@ -19,7 +19,7 @@ import pkt.language as pl
 from pkt.language import ptx, sync
 
 from ..shared import packing
-from . import choices, words
+from . import choices, scales, words
 
 
 @triton.jit
@@ -27,6 +27,7 @@ def low_latency_kernel(
     x_ptr,  # (T, H) this rank's
     idx_ptr,  # int32 or int64 (T, K) this rank's
     w_ptr,  # fp32 (T, K) this rank's
+    s_ptr,  # int32 (T, G) this rank's: the bits of the tokens' scales; None without
     to,  # Result
     m,  # Words
     p,  # Few
@@ -38,7 +39,7 @@ def low_latency_kernel(
     flag = words.flag_of(launch)
     words.put_counts(idx_ptr, half, flag, p, world)
     for task in range(pid, p.T * p.PARTS, tl.num_programs(0)):
-        _put_token(x_ptr, idx_ptr, w_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
+        _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
     counts = words.take_counts(half, flag, p, world)
@@ -72,7 +73,7 @@ def _of(numbers, rank):
 
 
 @triton.jit
-def _put_token(x_ptr, idx_ptr, w_ptr, half, flag, t, part, p, world):
+def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
     """Put a part of token t to the ranks of its experts; part 0 has its pairs, too."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)
@@ -105,6 +106,15 @@ def _put_token(x_ptr, idx_ptr, w_ptr, half, flag, t, part, p, world):
             inside = (word < p.THIRD) & goes_to[d - 1]
             to = at[d - 1] + 4 * (p.K + 1 + word)
             pl.put_flagged(to, x, flag, (rank + d) % world.size, world, mask=inside)
+    if p.SCALED:
+        for block in range(part, tl.cdiv(p.SCALES, p.BLOCK), p.PARTS):
+            word = block * p.BLOCK + tl.arange(0, p.BLOCK)
+            own = s_ptr + tl.cast(t, tl.int64) * p.G
+            bits = packing.thirds(own, word, p.SCALES, word < p.SCALES, p.G, 1)
+            for d in tl.static_range(1, world.size + 1):
+                inside = (word < p.SCALES) & goes_to[d - 1]
+                to = at[d - 1] + 4 * (p.K + 1 + p.THIRD + word)
+                pl.put_flagged(to, bits, flag, (rank + d) % world.size, world, mask=inside)
 
 
 @triton.jit
@@ -164,6 +174,17 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
                 out = to.rows + tl.cast(row, tl.int64) * p.H
                 for third in tl.static_range(3):
                     packing.store(out, word + third * p.THIRD, found[third], inside, p.H, PER)
+    if p.SCALED:
+        for block in range(part, tl.cdiv(p.SCALES, p.BLOCK), p.PARTS):
+            word = block * p.BLOCK + tl.arange(0, p.BLOCK)
+            inside = word < p.SCALES
+            found = pl.take_flagged(at + 4 * (p.K + 1 + p.THIRD + word), flag, world, mask=inside)
+            for i in range(p.K):
+                row = tl.sum(tl.where(k == i, rows, 0), 0)
+                if row >= 0:
+                    out = to.scales + tl.cast(row, tl.int64) * p.G
+                    for third in tl.static_range(3):
+                        packing.store(out, word + third * p.SCALES, found[third], inside, p.G, 1)
 
 
 @triton.jit
@@ -224,6 +245,8 @@ def _clear(row, to, p):
         cols = col + tl.arange(0, MANY)
         zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
         tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+    if p.SCALED:
+        scales.clear(row, to, p)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 
 def _buffers(call: Call, p: Size, programs: int) -> Buffers:
     world, size, slots, n = call.world, call.world.size, p.S, p.EXPERTS.value
-    meta = 2 * p.K.value + 1
+    meta = 2 * p.K.value + 1 + p.G
 
     def int32(name: str, *shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32, name=f"dispatch.{name}", world=world)
@@ -39,7 +39,7 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
     def make() -> Buffers:
         return Buffers(
             int32("counts", 2, size, n + size),
-            empty(slots, max(p.H, 1), dtype=call.dtype, name="dispatch.inbox", world=world),
+            empty(slots, max(p.H, 1), dtype=moved_as(call.dtype), name="dispatch.inbox", world=world),
             int32("meta", slots, meta),
             signals(1 + slots // p.CHUNK.value, name="dispatch.ready", world=world),
             signals(1, name="dispatch.grid", world=world),
@@ -54,17 +54,16 @@ def plan_push(call: Call) -> Launch:
     """A grid, buffers and counters of push."""
     start, sized, buffers = pushed(call, dispatch_kernel, COPY_OPTIONS)
 
-    def launch(*tensors: torch.Tensor) -> Any:
-        x, idx, weights, *results = tensors
-        start(x, idx, weights, results, buffers, sized)
-        return tuple(results)
+    def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
+        start(x, idx, weights, scales, (out, *others), buffers, sized)
+        return out, *others
 
     return launch
 
 
 def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
-    """(start, Size, Buffers) of push. start(x, idx, weights, results, *more): `kernel`, with `more` behind results and
-    routes."""
+    """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, *more): `kernel`, with `more` behind
+    results and routes."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own = world.size, call.sizes["e"]
     programs = num_programs(world, world.num_sms)
@@ -72,20 +71,42 @@ def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callabl
     chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
     senders = max(1, min(call["num_comm_sms"] or SENDERS, programs - 1))
     sized = Size(
-        T, H, call["max_tokens"], call.sizes["s"],
+        T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
             max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+            scales_of(call) > 0,
         )),
     )  # fmt: skip
     buffers = _buffers(call, sized, programs)
     start = cooperative_launch(world, kernel, (programs,), **options)
 
-    def launch(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, results: Any, *more: Any) -> None:
+    def launch(x: Any, idx: torch.Tensor, weights: Any, scales: Any, results: Any, *more: Any) -> None:
         routes = idx.new_empty((T, K), dtype=torch.int32)
-        start(x, idx, weights, Result(*results), routes, *more, world.device)
+        x, scales, to = bits(x, scales, results)
+        start(x, idx, weights, scales, to, routes, *more, world.device)
 
     return launch, sized, buffers
+
+
+def scales_of(call: Call) -> int:
+    """Scales of a token."""
+    return 0 if call.tensors.get("scales") is None else call.sizes["g"]
+
+
+def moved_as(dtype: torch.dtype) -> torch.dtype:
+    """As which a kernel moves elements: of fp8 the bits, because not all of Triton takes fp8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def bits(x: torch.Tensor, scales: torch.Tensor | None, results: Sequence[torch.Tensor]) -> tuple[Any, Any, Result]:
+    """x, scales and results as kernels take them."""
+    rows, *others, of_rows = results
+    if rows.dtype.itemsize == 1:
+        x, rows = x.view(torch.uint8), rows.view(torch.uint8)
+    if scales is not None:
+        scales = scales.view(torch.int32)
+    return x, scales, Result(rows, *others, of_rows.view(torch.int32))
 
 
 def tokens_at_most(call: Call) -> int:
@@ -108,7 +129,7 @@ def parts_of(third: int, tokens: int, programs: int) -> tuple[int, int]:
 def plan_low_latency(call: Call) -> Launch:
     """A grid and words of low_latency."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
-    size, own, most = world.size, call.sizes["e"], tokens_at_most(call)
+    size, own, most, G = world.size, call.sizes["e"], tokens_at_most(call), scales_of(call)
     programs = num_programs(world, world.num_sms)
     third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
     expert_words = triton.cdiv(size * own, 3)
@@ -116,18 +137,19 @@ def plan_low_latency(call: Call) -> Launch:
     block, parts = parts_of(third, T, programs)
     tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
     sized = Few(
-        T, H, call["max_tokens"], call.sizes["s"], most, third, parts,
+        T, H, call["max_tokens"], call.sizes["s"], G, most, third, words_of(4 * G), parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
             bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
+            G > 0,
         )),
     )  # fmt: skip
-    memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third))))
+    memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third + words_of(4 * G)))))
     start = cooperative_launch(world, low_latency_kernel, (programs,), **COPY_OPTIONS)
 
-    def launch(*tensors: torch.Tensor) -> Any:
-        x, idx, weights, *results = tensors
-        start(x, idx, weights, Result(*results), memory, sized, world.device)
-        return tuple(results)
+    def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
+        x, scales, to = bits(x, scales, (out, *others))
+        start(x, idx, weights, scales, to, memory, sized, world.device)
+        return out, *others
 
     return launch

@@ -2,7 +2,7 @@
     1. Every program counts the tokens of its share by expert and by rank. The ranks exchange these counts.
     2. Every rank so knows all counts, and where each row of each rank begins. Programs number their tokens.
     3. Some programs store tokens into the inboxes of the ranks, each token once a rank, whatever number of its experts
-       is there, with the rows that it takes there. They signal once a chunk of tokens.
+       is there, with the rows that it takes there and its scales. They signal once a chunk of tokens.
     4. The other programs copy each token into its rows: this rank's own tokens first, then chunks as they arrive.
 
 A token's place in a rank's inbox is its slot. A rank numbers slots chunk by chunk, and its sources take turns, so that
@@ -16,7 +16,7 @@ import triton.language as tl
 
 import pkt.language as pl
 
-from . import arrivals, choices, numbering, totals
+from . import arrivals, choices, numbering, scales, totals
 
 
 @triton.jit
@@ -24,6 +24,7 @@ def dispatch_kernel(
     x_ptr,  # (T, H) this rank's
     idx_ptr,  # int32 or int64 (T, K) this rank's
     w_ptr,  # fp32 (T, K) this rank's
+    s_ptr,  # int32 (T, G) this rank's: the bits of the tokens' scales; None without
     to,  # Result
     routes_ptr,  # int32 (T, K) this rank's: the row of each pair of token and expert on the expert's rank
     m,  # Buffers
@@ -34,12 +35,12 @@ def dispatch_kernel(
     launch, half, room = begin(idx_ptr, to, routes_ptr, m, p, world)
     alone = tl.num_programs(0) == 1
     if pid < p.SENDERS:
-        send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
+        send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world)
     if (pid >= p.SENDERS) | alone:
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
         _, last = tasks(half, room, p, world)
-        place(x_ptr, idx_ptr, w_ptr, half, launch, first, last, step, to, routes_ptr, None, m, p, world)
+        place(x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, last, step, to, routes_ptr, None, m, p, world)
         fill(half, room, first, step, to, None, p, world)
 
 
@@ -60,7 +61,7 @@ def begin(idx_ptr, to, routes_ptr, m, p, world):
 
 
 @triton.jit
-def send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
+def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world):
     """Store this rank's tokens into the others' inboxes, chunk by chunk."""
     PEERS: tl.constexpr = world.size - 1
     rank = tl.cast(world.rank, tl.int32)
@@ -77,10 +78,12 @@ def send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
                 slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
                 t = tl.load(m.order + peer * p.S + g * p.CHUNK + at, mask=inside, other=0)
                 rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
-                meta = m.meta + slot * (2 * p.K + 1)
+                meta = m.meta + slot * (2 * p.K + 1 + p.G)
                 pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
                 pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
                 pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
+                if p.SCALED:
+                    scales.send(s_ptr, t, inside, meta + 2 * p.K + 1, peer, p, world)
                 for col in range(0, p.H, p.COLS):
                     cols = col + tl.arange(0, p.COLS)[None, :]
                     both = inside & (cols < p.H)
@@ -103,7 +106,7 @@ def tasks(half, room, p, world):
 
 @triton.jit
 def place(
-    x_ptr, idx_ptr, w_ptr, half, launch, first, last, step, to, routes_ptr, arrived, m, p, world
+    x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, last, step, to, routes_ptr, arrived, m, p, world
 ):  # fmt: skip
     """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent; of
     `tasks` those from `first` on. arrived: where rows are counted that are there, see arrivals.py, or None."""
@@ -126,12 +129,12 @@ def place(
                 at = start + tl.arange(0, p.ROWS)[:, None]
                 inside = g * p.CHUNK + at < count
                 slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
+                meta = m.meta + slot * (2 * p.K + 1 + p.G)
                 if source == rank:
                     t = tl.load(m.order + rank * p.S + g * p.CHUNK + at, mask=inside, other=0)
                     rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
                     tokens = x_ptr + tl.cast(t, tl.int64) * p.H
                 else:
-                    meta = m.meta + slot * (2 * p.K + 1)
                     t = tl.load(meta + 2 * p.K, mask=inside, other=0)
                     rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
                     bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
@@ -149,6 +152,8 @@ def place(
                     for number in tl.static_range(p.K):
                         target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
                         tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
+                if p.SCALED:
+                    scales.place(s_ptr, t, meta + 2 * p.K + 1, source == rank, inside, rows, to, p)
                 if arrived is not None:
                     arrivals.tell(tl.reshape(rows, (p.ROWS * p.K2,)), to, arrived, p, world)
 
@@ -189,6 +194,8 @@ def _clear(row, to, p):
         cols = col + tl.arange(0, MANY)
         zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
         tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+    if p.SCALED:
+        scales.clear(row, to, p)
 
 
 @triton.jit

@@ -56,6 +56,8 @@ class Dispatched(NamedTuple):
     """int32 (T * W,): the slot of each of this rank's tokens on each rank; -1 for none."""
     needed: torch.Tensor
     """int32 (2,): the max_tokens that this rank would need, and the rank."""
+    scales: torch.Tensor | None = None
+    """fp32 (R, G): the scales of each row's token; 0, or undefined, where the row is. None if tokens have none."""
 
     def check(self) -> None:
         """Raise ShapeError if this rank's rows do not fit into max_tokens: it has received none. Waits for the GPU."""

@@ -40,7 +40,7 @@ def store(out_ptr, word, values, inside, end, PER: tl.constexpr):
         tl.store(out_ptr + word, values.to(dtype, bitcast=True), mask=inside & (word < end))
     else:
         offs = _elements(word, PER)
-        tl.store(out_ptr + offs, _halves(values).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
+        tl.store(out_ptr + offs, _parts(values, PER).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
 
 
 @triton.jit
@@ -104,10 +104,23 @@ def _place(element, span, index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def packed(pairs):
-    """Blocks (..., 2) of 16-bit elements as int32."""
-    low, high = tl.split(pairs.to(tl.uint16, bitcast=True).to(tl.uint32))
-    return (high << 16 | low).to(tl.int32, bitcast=True)
+def packed(elements):
+    """Blocks (..., 2) of 16-bit elements, or (words, 4) of bytes, as int32."""
+    if elements.shape[-1] == 4:
+        low, high = tl.split(tl.reshape(elements.to(tl.uint8, bitcast=True), (elements.shape[0], 2, 2)))
+        return packed(high.to(tl.uint16) << 8 | low.to(tl.uint16))
+    else:
+        low, high = tl.split(elements.to(tl.uint16, bitcast=True).to(tl.uint32))
+        return (high << 16 | low).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _parts(words, PER: tl.constexpr):
+    """The reverse of `packed`: (words, PER)."""
+    halves = _halves(words)
+    if PER == 4:
+        halves = tl.reshape(tl.join(halves.to(tl.uint8), (halves >> 8).to(tl.uint8)), (words.shape[0], 4))
+    return halves
 
 
 @triton.jit

@@ -6,9 +6,8 @@
 So the new residual says all about a row, and every rank can norm it and get the same bits. vLLM's fused_add_rms_norm
 also norms the rounded values; it rounds once more, before the weight.
 
-quant: fp8 e4m3 (float8_e4m3fn) with a scale of its own for each token ("fp8_token") or for each 128 columns of a token
-("fp8_group"): scale = max(greatest magnitude / 448, 1 / (448 * 512)), and normed / scale is rounded. vLLM's dynamic
-quantisation has the same least scale.
+quant: fp8 as in fp8.py, with a scale of its own for each token ("fp8_token") or for each 128 columns of a token
+("fp8_group"), and vLLM's least scale.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ import triton.language as tl
 
 from ..declaration import Call, Shape
 from ..gradients import Recorded
-from . import row_tiles
+from . import fp8, row_tiles
+from .fp8 import FP8, GROUP, LARGEST, LEAST_SCALE
 
 Quant = Literal["fp8_token", "fp8_group"]
 QUANTS = ("fp8_token", "fp8_group")
-GROUP = 128
-"""Columns of a token that share a scale with "fp8_group"."""
-FP8 = torch.float8_e4m3fn
-LARGEST, LEAST_SCALE = 448.0, 1.0 / (448 * 512)
-_LARGEST, _LEAST_SCALE, _GROUP = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE), tl.constexpr(GROUP)
+_LEAST_SCALE, _GROUP = tl.constexpr(LEAST_SCALE), tl.constexpr(GROUP)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
@@ -56,12 +52,10 @@ def finished(h, weight, root, most, dtype: tl.constexpr, QUANT: tl.constexpr):
     y = h * weight * root[:, None]
     if QUANT == "fp8_token":
         # Factors that are not negative round monotonically: this is the greatest magnitude of all the y.
-        scale = tl.maximum(most * root / _LARGEST, _LEAST_SCALE)[:, None]
+        scale = fp8.scale_of(most * root, _LEAST_SCALE)[:, None]
         return (y / scale).to(tl.float8e4nv), scale
     elif QUANT == "fp8_group":
-        groups = tl.reshape(y, (y.shape[0], y.shape[1] // _GROUP, _GROUP))
-        scale = tl.maximum(tl.max(tl.abs(groups), 2) / _LARGEST, _LEAST_SCALE)
-        return tl.reshape(groups / scale[:, :, None], y.shape).to(tl.float8e4nv), scale
+        return fp8.by_group(y, _LEAST_SCALE)
     else:
         return y.to(dtype), root[:, None]
 

@@ -525,19 +525,19 @@ def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
         """(the rank's operands, exact results, how far right ones may be from them). All schedules have the same."""
         key = world.size, world.rank, launch
         if key not in known:
-            found = inputs.everybody(operator, case, world.size, launch, torch.float32, inputs.whole)
+            found = inputs.everybody(operator, case, world.size, launch, case.dtype, inputs.whole)
             ranks = {n: None if ts is None else [t.to(world.torch_device) for t in ts] for n, ts in found.items()}
             exacts = [exact.double() for exact in inputs.exacts(operator, case, world.rank, ranks)]
             limits: tuple[Any, ...] = (0.0,)
             if inexact:
-                limits = inputs.bounds(operator, mode, case, world.rank, world.size, ranks, torch.float32)
+                limits = inputs.bounds(operator, mode, case, world.rank, world.size, ranks, case.dtype)
             known[key] = {n: None if ts is None else ts[world.rank] for n, ts in ranks.items()}, exacts, limits
         return known[key]
 
     def run(world: Any) -> None:
         first, (like, *_), _ = expected(world, 0)
-        x = {n: pkt.empty(tuple(t.shape)) for n, t in first.items() if t is not None and n in symmetric}
-        out = result_for(world, operator, mode, case, like, torch.float32, case.out)
+        x = {n: pkt.empty(tuple(t.shape), dtype=t.dtype) for n, t in first.items() if t is not None and n in symmetric}
+        out = result_for(world, operator, mode, case, like, case.dtype, case.out)
         for launch in range(case.launches):
             operands, exacts, limits = expected(world, launch)
             for number, name in enumerate(operands):
@@ -624,10 +624,20 @@ def big(case: Case, most: Mapping[str, int]) -> Case:
 
 def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, and memory fits."""
-    own = next(case for case in operator.cases if case.arguments.get("mode", mode) == mode)
+    cases = [case for case in operator.cases if case.arguments.get("mode", mode) == mode]
+    own = cases[0]
+    check_compiles(operator, mode, own, dtypes_of(operator, mode)[0], arch, patch, folder)
+    for case in cases[1:]:
+        if case.dtype != torch.float32:
+            check_compiles(operator, mode, case, case.dtype, arch, patch, folder)
+
+
+def check_compiles(
+    operator: Operator, mode: str, own: Case, dtype: torch.dtype, arch: int, patch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """`check_compilation` of one case, with a first operand of `dtype`."""
     named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
     case = big(own, operator.most)
-    dtype = dtypes_of(operator, mode)[0]
 
     def run(world: Any) -> None:
         symmetric = operator.form(mode).symmetric

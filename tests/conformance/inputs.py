@@ -280,10 +280,11 @@ def defined(found: Any, exact: torch.Tensor, limit: torch.Tensor | float) -> tor
 
 
 def results(found: Any) -> tuple[torch.Tensor, ...]:
-    """All results of a call."""
+    """All results of a call, without None for those that it does not have."""
     if not isinstance(found, tuple):
         return (found,)
-    return tuple([one for part in found for one in (part if isinstance(part, tuple) else (part,))])
+    flat = [one for part in found for one in (part if isinstance(part, tuple) else (part,))]
+    return tuple([one for one in flat if one is not None])
 
 
 def exact(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .machine_code import resources
 SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
 RANK = 1  # the rank whose launch is compiled: Triton makes a constant of the integer 1, which is the harder case
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-NAMES |= {torch.float8_e4m3fn: "fp8e4nv"}
+NAMES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8"}
 
 
 class Launch(NamedTuple):

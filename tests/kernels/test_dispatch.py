@@ -44,8 +44,9 @@ def operands(size: int, routing: str, tokens: tuple[int, ...], K: int, experts: 
 
 def same(found: Dispatched, exact: tuple[torch.Tensor, ...]) -> None:
     end = int(exact[3][-1])
-    for name, one, other in zip(Dispatched._fields, found, exact, strict=True):
-        if name == "rows":  # behind the last expert's they are undefined
+    assert (found.scales is None) == (len(exact) == 8)
+    for name, one, other in zip(Dispatched._fields, found, exact):
+        if name in ("rows", "scales"):  # behind the last expert's they are undefined
             one, other = one[:end], other[:end]
         assert torch.equal(one.double(), other.double()), name
 
@@ -216,6 +217,27 @@ def test_refuses(name: str, wrong: int) -> None:
             pkt.dispatch(torch.ones(3, 8), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K), **numbers)
 
     on_ranks(1, run)
+
+
+def test_fp8_with_scales_compiles_and_has_no_gradient() -> None:
+    def run(world: Any) -> None:
+        x, idx, weights = (one[world.rank] for one in operands(2, "random", (5, 3), 2, 4, 8))
+        x, scales = x.to(torch.float8_e4m3fn), weights.clone()
+
+        def call(x: Any, idx: Any, weights: Any, scales: Any) -> Any:
+            return pkt.dispatch(x, idx, weights, 4, scales=scales, max_tokens=32, clear=True)
+
+        eager = call(x, idx, weights, scales)
+        found = torch.compile(call, backend="aot_eager", fullgraph=True)(x, idx, weights, scales)
+        assert eager.scales is not None
+        assert eager.scales.shape == (32, 2)
+        for one, other in zip(found, eager, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        with pytest.raises(pkt.Unsupported, match="rows of float8_e4m3fn, which has no gradient"):
+            call(x, idx, weights.requires_grad_(), scales)
+
+    torch._dynamo.reset()
+    on_ranks(2, run, sms=2)
 
 
 def test_combine_says_what_another_object_lacks() -> None:

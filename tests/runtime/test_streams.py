@@ -260,6 +260,10 @@ def test_cooperative_orders_before_it_launches():
     assert len(said) == 3
 
 
+LAUNCHERS = {"cooperative_launch", "resident_launch", "beside", "pushed"}
+"""resident_launch and pushed, of dispatch, are the operators' own, and call cooperative_launch."""
+
+
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.relative_to(KERNELS)))
 def test_every_operator_launches_through_cooperative(path):
     """kernel[grid](...) and kernel.run(...) would be neither ordered with other streams nor refused in captures."""
@@ -271,7 +275,7 @@ def test_every_operator_launches_through_cooperative(path):
         # The kernels of a folder may be launched by another of its files.
         files = [path] if path.parent == KERNELS else path.parent.glob("*.py")
         launching = {_last_name(c.func) for file in files for c in _kernels_and_calls(file)[1]}
-        assert launching & {"cooperative_launch", "resident_launch", "beside"}, "launches nothing?"
+        assert launching & LAUNCHERS, "launches nothing?"
 
 
 def _kernels_and_calls(path):

@@ -35,7 +35,8 @@ from benchmarks import _harness
 from benchmarks._collective import collectives
 from benchmarks._process_group import ENVIRONMENT, prepare
 from benchmarks.runtime import Recorder, recording
-from pkt.kernels.operator import Case, Operator, operators
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import Operator, operators
 from pkt.runtime.launch import replay
 from tests.conformance import inputs
 

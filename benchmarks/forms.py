@@ -18,7 +18,7 @@ import torch
 from benchmarks._case import Case, captured
 from benchmarks._collective import collectives
 from benchmarks._command import main
-from pkt.kernels.operator import Case as Example
+from pkt.kernels.declaration import Case as Example
 from pkt.kernels.operator import Operator, operators
 from tests.conformance import inputs
 

@@ -25,7 +25,8 @@ from benchmarks._check import BOUND
 from benchmarks._collective import module_of
 from benchmarks._harness import RESULTS
 from benchmarks._process_group import ENVIRONMENT, prepare
-from pkt.kernels.operator import Case, operators
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import operators
 from pkt.runtime.workers import workers
 from pkt.tune.distance import distance
 from tests.conformance import inputs

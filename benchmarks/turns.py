@@ -35,7 +35,8 @@ FLUSH = 256 << 20
 
 def cases(ranks: int) -> list[dict[str, Any]]:
     """One dict a case: operator, label, and the shape of each operand; JSON, so that any checkout can run it."""
-    from pkt.kernels.operator import Case, operators
+    from pkt.kernels.declaration import Case
+    from pkt.kernels.operator import operators
     from tests.conformance import inputs
 
     found = []

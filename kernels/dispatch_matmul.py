@@ -53,13 +53,13 @@ def reference(
     there = dispatched(rank, x, topk_idx, topk_weights, len(x) * len(w[0]), max_tokens, alignment)
     rows, offsets = there[0].double(), there[3].tolist()
     parts = [rows[a:b] @ one.double() for a, b, one in zip(offsets, offsets[1:], w[rank])]
-    behind = rows.new_zeros(len(rows) - offsets[-1], w[rank].shape[2])
-    return *there, torch.cat([*parts, behind])
+    after = rows.new_zeros(len(rows) - offsets[-1], w[rank].shape[2])
+    return *there, torch.cat([*parts, after])
 
 
 def bound(rank: int, dtype: torch.dtype, roundings: int, **operands: Any) -> tuple[torch.Tensor | float, ...]:
     """How far right results may be off: the product by a rounding in fp32 a term and one to dtype, the rest by nothing;
-    by anything in rows behind the last expert's that are not cleared."""
+    by anything in rows after the last expert's that are not cleared."""
     sizes = operands | {name: [one.abs() for one in operands[name]] for name in ("x", "w")}
     product = reference(rank, **sizes)[-1]
     facts, (_, terms) = torch.finfo(dtype), operands["x"][0].shape
@@ -157,7 +157,7 @@ def _multiply(half, to, arrived, t, p, world):
         end = _of(here, stop)
         row = _of(here, start) + block * t.BLOCK_M
         pl.wait(arrived.counts + _of(here, first) + block, tl.minimum(end - row, t.BLOCK_M), world)
-        # Up to the expert's last row: those behind it may still be written.
+        # Up to the expert's last row: later ones may still be written.
         a = stack(to.rows, 1, end, p.H, p.H, t.BLOCK_M, t.BLOCK_K, t.TMA)
         acc = tl.zeros((t.BLOCK_M, t.BLOCK_N), tl.float32)
         if t.TMA:
@@ -201,7 +201,7 @@ def _own_blocks(half, rows, blocks, t, p, world):
 
 @triton.jit
 def _clear(to, t, p):
-    """Zeros for the products of rows behind the last expert's."""
+    """Zeros for the products of rows after the last expert's."""
     end = tl.load(to.offsets + p.OWN)
     ROWS: tl.constexpr = 16
     COLS: tl.constexpr = 256

@@ -1,6 +1,6 @@
 """The activation between two grouped products: on the rows that an expert has, and on no others. Local to a rank.
 
-The rows behind the last expert's are undefined. Both kernels find from `offsets` on the device which rows exist: they
+The rows after the last expert's are undefined. Both kernels find from `offsets` on the device which rows exist: they
 read no others, and the gradient of the others is zero. Both compute in fp32 and round once.
 """
 
@@ -12,14 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
+from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
 from .agreement import world_of
-from .shared.checks import FLOATS, check_tensor
 from .shared.tile_product import GatedEpilogue, activate, columns_each, finished, store_tile, tile_pointers
 
 ACTIVATIONS = ("swiglu", "silu", "gelu", "relu")
@@ -86,7 +85,7 @@ def derive_kernel(
 
 @triton.jit
 def _rows(offsets_ptr, M, experts):
-    """The first expert's first row and the one behind the last expert's last, inside of x."""
+    """The first expert's first row and the one after the last expert's last, inside of x."""
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr), 0), M)
     return first, tl.maximum(tl.minimum(tl.load(offsets_ptr + experts), M), first)
 
@@ -155,14 +154,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _check(x: Any, offsets: Any, activation: Any, clear: Any, world: World) -> None:
     """Raise what the function's docstring says."""
     call, rank = "grouped_activation", world.rank
-    if world.closed:
-        raise Closed.used(rank, call)
-    check_tensor(call, "x", x, world, dtypes=FLOATS)
-    if x.ndim != 2:
-        raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", rank)
-    check_tensor(call, "offsets", offsets, world, dtype=torch.int32)
-    if offsets.ndim != 1 or len(offsets) < 2:
-        raise ShapeError.argument(call, "offsets", tuple(offsets.shape), "(experts + 1,)", rank)
+    grouped_gradients.check_rows(call, x, offsets, world)
     if activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
         raise Unsupported.here(f"rank {rank}: {call}", f"found activation {activation!r}", f"wanted {wanted}")
@@ -243,22 +235,8 @@ def _backward_of_derived(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return *found, None, None, None
 
 
-class _Activate(torch.autograd.Function):
-    @staticmethod
-    def forward(*inputs: Any) -> torch.Tensor:
-        return _activate(*inputs)
-
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_backward)
-
-
-class _Derive(torch.autograd.Function):
-    @staticmethod
-    def forward(*inputs: Any) -> torch.Tensor:
-        return _derive(*inputs)
-
-    setup_context = staticmethod(_keep_derived)
-    backward = staticmethod(_backward_of_derived)
+_Activate = grouped_gradients.node("_Activate", _activate, _keep, _backward)
+_Derive = grouped_gradients.node("_Derive", _derive, _keep_derived, _backward_of_derived)
 
 
 def _checked(

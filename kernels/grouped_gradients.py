@@ -1,4 +1,5 @@
 """Gradients of `grouped_matmul` and `grouped_outer`, in terms of each other, and both as ops of torch in compiled code.
+These work on one rank alone, so they are not in the registry, and gradients.py does not record them.
 
 For the rows of each expert e, out[e] = x[e] @ w[e]. The gradient of x is that of out times w transposed, and zero in
 the rows of no expert. The gradient of w is `grouped_outer` of x and that of out. A call that is recorded is a node of
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 
+from pkt.errors import Closed, ShapeError
 from pkt.runtime import world as worlds
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, named_world
 
 from . import traced
+from .shared.checks import FLOATS, check_tensor
 
 _run: dict[str, Callable[..., torch.Tensor]] = {}
 """multiply(x, w, offsets, tiles, clear, world): the grouped product; clear: zeros in the rows of no expert.
@@ -31,6 +34,18 @@ def take(name: str, run: Callable[..., torch.Tensor]) -> None:
 def _launch(name: str) -> Callable[..., torch.Tensor]:
     """The function "multiply" or "outer", as it was handed in."""
     return _run[name]
+
+
+def check_rows(call: str, x: Any, offsets: Any, world: World) -> None:
+    """x: (M, K) of a supported dtype; offsets: int32 (experts + 1,). Raises Closed, DtypeError, ShapeError."""
+    if world.closed:
+        raise Closed.used(world.rank, call)
+    check_tensor(call, "x", x, world, dtypes=FLOATS)
+    if x.ndim != 2:
+        raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", world.rank)
+    check_tensor(call, "offsets", offsets, world, dtype=torch.int32)
+    if offsets.ndim != 1 or len(offsets) < 2:
+        raise ShapeError.argument(call, "offsets", tuple(offsets.shape), "(experts + 1,)", world.rank)
 
 
 def is_traced(*tensors: Any) -> bool:
@@ -97,22 +112,14 @@ def world_named(world: World | str | None) -> World | None:
     return named_world(world) if isinstance(world, str) else world
 
 
-class _Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(*inputs: Any) -> torch.Tensor:
-        return _launch("multiply")(*inputs)
-
-    setup_context = staticmethod(_keep_multiply)
-    backward = staticmethod(_multiply_backward)
+def node(name: str, run: Callable[..., torch.Tensor], keep: Any, backward: Any) -> Any:
+    """A function of autograd, whose nodes torch prints as NAMEBackward."""
+    methods = {"forward": run, "setup_context": keep, "backward": backward}
+    return type(name, (torch.autograd.Function,), {n: staticmethod(method) for n, method in methods.items()})
 
 
-class _Outer(torch.autograd.Function):
-    @staticmethod
-    def forward(*inputs: Any) -> torch.Tensor:
-        return _launch("outer")(*inputs)
-
-    setup_context = staticmethod(_keep_outer)
-    backward = staticmethod(_outer_backward)
+_Multiply = node("_Multiply", lambda *inputs: _launch("multiply")(*inputs), _keep_multiply, _multiply_backward)
+_Outer = node("_Outer", lambda *inputs: _launch("outer")(*inputs), _keep_outer, _outer_backward)
 
 
 # ---------------------------------------------------------------------------------------------------- what torch sees

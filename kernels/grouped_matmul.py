@@ -105,7 +105,7 @@ def grouped_matmul(
     x: (M, K), rows in the order of their experts. w: (experts, K, N) of x's dtype, or the transposed view of a
     contiguous (experts, N, K). offsets: int32 (experts + 1,) on x's device, ascending; it is read on the device, so its
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
-    None. clear: whether rows that no expert has become zeros, as functions of torch behind the product need; they are
+    None. clear: whether rows that no expert has become zeros, as functions of torch after the product need; they are
     not written otherwise. None: they do where the result is new and gradients are enabled. tiles: (block_m, block_n,
     block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by M /
     experts and dtype. Sums are in fp32.

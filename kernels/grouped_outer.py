@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import Closed, ShapeError
+from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import beside
 from pkt.runtime.world import World
 
@@ -22,7 +22,7 @@ from . import gradients, grouped_gradients
 from .agreement import world_of
 from .declaration import Call
 from .shared import products
-from .shared.checks import FLOATS, aligned, check_tensor
+from .shared.checks import aligned, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, tile_pointers
 
 
@@ -99,17 +99,10 @@ def _outer(
     if grouped_gradients.is_traced(x, y, offsets):
         return grouped_gradients.outer(x, y, offsets, tiles, world)
     call, world = "grouped_outer", world_of("grouped_outer", world, x, y)
-    if world.closed:
-        raise Closed.used(world.rank, call)
-    check_tensor(call, "x", x, world, dtypes=FLOATS)
-    if x.ndim != 2:
-        raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", world.rank)
+    grouped_gradients.check_rows(call, x, offsets, world)
     check_tensor(call, "y", y, world, dtype=x.dtype)
     if y.ndim != 2 or y.shape[0] != x.shape[0]:
         raise ShapeError.argument(call, "y", tuple(y.shape), f"({x.shape[0]}, N), as x has rows", world.rank)
-    check_tensor(call, "offsets", offsets, world, dtype=torch.int32)
-    if offsets.ndim != 1 or len(offsets) < 2:
-        raise ShapeError.argument(call, "offsets", tuple(offsets.shape), "(experts + 1,)", world.rank)
     if torch.is_grad_enabled() and gradients.required((x, y)):
         return grouped_gradients.outer(x, y, offsets, tiles, world)
     held = default_tiles(x.dtype, aligned(x, y))

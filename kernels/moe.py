@@ -2,7 +2,7 @@
 
 It is made of `dispatch`, `grouped_matmul`, `grouped_activation` and `combine`, each a call of its own. So its gradients
 are theirs, and it is no entry of the registry: it has no kernel, no form and no buffer to declare. Nothing here reads
-the rows behind the last expert's, so nobody writes them.
+the rows after the last expert's, so nobody writes them.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _norm_tile(
 
 @triton.jit
 def _scales(answer, p):
-    """Where the scales of a tile of answers are: behind its rows, of one byte an element."""
+    """Where the scales of a tile of answers are: after its rows, of one byte an element."""
     return answer.to(tl.pointer_type(tl.float32)) + (p.ROWS * p.units * p.UNIT + 3) // 4
 
 

@@ -15,36 +15,27 @@ from pkt.errors import (
     Closed,
     CollectiveMismatch,
     CompileError,
-    DataRace,
-    Deadlock,
     DriverError,
     DtypeError,
-    FalseAssumption,
-    FarAccess,
     GridTooLarge,
     HeapFull,
     LostSignal,
     LostSync,
-    MissingQuiet,
-    MulticastAccess,
     NoCandidate,
     NotSymmetric,
-    OutOfBounds,
-    OvertakenPut,
     PeerLost,
     PktError,
     RankError,
     RankFailed,
     ShapeError,
     SignalIndexError,
-    StaleFlag,
-    TooFewResident,
     TransportError,
     Unsupported,
     UseAfterFree,
     WaitTimeout,
 )
 from pkt.kernels import operator as _registry
+from pkt.kernels.choosing import take_advice as _take_advice
 from pkt.launcher import init, launch
 from pkt.layouts import interleave, join_heads, layout
 from pkt.runtime.launch import outside as _outside
@@ -71,6 +62,18 @@ from pkt.runtime.memory.pool import mem_pool
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
+from pkt.simulate.findings import (
+    DataRace,
+    Deadlock,
+    FalseAssumption,
+    FarAccess,
+    MissingQuiet,
+    MulticastAccess,
+    OutOfBounds,
+    OvertakenPut,
+    StaleFlag,
+    TooFewResident,
+)
 
 if TYPE_CHECKING:
     from pkt.kernels.grouped_activation import grouped_activation
@@ -110,13 +113,13 @@ _LAZY = {
 _PACKAGES = ("nn", "tune")
 
 
-def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
+def _tuned(operator: str, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
     from pkt.tune.tuner import choice
 
-    return choice(operator.name, key, world) or {}
+    return choice(operator, key, world) or {}
 
 
-_registry.take_advice(_tuned)
+_take_advice(_tuned)
 _outside.name_the_remedy()
 
 

@@ -14,7 +14,7 @@ import torch
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.combine import combine
 from pkt.kernels.dispatch import Dispatched, dispatch
-from pkt.kernels.dispatch_again import dispatch_again
+from pkt.kernels.dispatch.dispatch_again import dispatch_again
 from pkt.kernels.shared.checks import FLOATS
 from pkt.kernels.shared.fp8 import FP8, GROUP, LARGEST, quantized
 from pkt.launcher import init
@@ -112,7 +112,7 @@ class Buffer:
         each rank that it goes to, in the order of source ranks and tokens. The received topk_idx counts this rank's
         experts from 0 and has -1 for those of other ranks, whose received weights are 0. The counts are rounded up to
         expert_alignment. The host exchanges T and waits for the number of tokens received, unless num_worst_tokens says
-        how many rows to return; then rows behind the last token are 0 and have topk_idx -1. handle: of an earlier
+        how many rows to return; then rows after the last token are 0 and have topk_idx -1. handle: of an earlier
         dispatch, whose tokens go the same way; only received x and event are not None then. Raises ShapeError,
         DtypeError, Unsupported.
         """

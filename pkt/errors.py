@@ -1,4 +1,4 @@
-"""The exceptions of pkt, and the wording of every message that a user can see.
+"""The exceptions of pkt and the wording of their messages; pkt/simulate/findings.py has those of the simulator alone.
 
 A message names the rank, the call, the value found, the value wanted, and a remedy. Builders are classmethods that take
 facts and return an exception with those facts as attributes; the caller raises it. Every exception survives pickling,
@@ -7,13 +7,17 @@ because `launch` moves them between processes. Of pkt this module imports only `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pkt.wording import Access, Waiting, dtype_text, program_text, ranks_text, size_text, waiting_table
+from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, waiting_table
 
 E = TypeVar("E", bound="PktError")
+
+
+def _who(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}: "
 
 
 class PktError(Exception):
@@ -68,134 +72,17 @@ class WaitTimeout(PktError):
         return cls.of(text, rank=rank, missing=list(missing), seconds=seconds)
 
 
-class Deadlock(PktError):
-    """No program can continue. `.waits` has one `Waiting` a program."""
-
-    @classmethod
-    def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
-        """`hosts`: by rank, the call that its host code is in, where some wait in collective ones."""
-        programs = f"{len(waits)} programs wait" if len(waits) != 1 else "1 program waits"
-        programs = programs if waits or not hosts else "host code waits"
-        text = f"deadlock: {programs} and nothing can move"
-        if waits:
-            text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
-        if hosts:
-            text += (
-                f"\nhost code: {ranks_text(hosts)}\nevery rank must make the same collective calls in the same order"
-            )
-        return cls.of(text, waits=list(waits))
-
-    @classmethod
-    def endless(cls, steps: int, schedule: str) -> Deadlock:
-        return cls.of(f"not finished after {steps} steps ({schedule}); raise max_steps= for a longer run", waits=[])
-
-
-class TooFewResident(Deadlock):
-    """A deadlock: the programs that others wait for cannot start, because all slots of the GPU are taken."""
-
-    @classmethod
-    def waiting(cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()) -> TooFewResident:
-        text = (
-            f"deadlock: rank {rank}: {kernel} has {grid} programs but only {slots} are resident, and the "
-            f"resident ones wait for the others: lower the grid to {slots} or make it persistent"
-        )
-        if waits:
-            text += f"\n{waiting_table(waits)}"
-        return cls.of(text, waits=list(waits), rank=rank, grid=grid, slots=slots)
-
-
 class GridTooLarge(PktError):
     """The programs of a grid wait for each other and cannot all be resident; raised before the launch."""
 
     @classmethod
     def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
-        who = f"rank {rank}: " if rank is not None else ""
         slots = num_sms * per_sm
         text = (
-            f"{who}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
+            f"{_who(rank)}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
             "lower the grid or num_stages"
         )
         return cls.of(text, grid=grid, slots=slots)
-
-
-class DataRace(PktError):
-    """Two accesses that nothing orders, at least one of them a write. `.first`, `.second`. `.pair`: the tensor's name
-    and the two lines with their kinds of access, the same whichever comes first and on whatever ranks."""
-
-    pair: Hashable
-
-    @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> DataRace:
-        text = (
-            f"data race: {second.text()}\n  is not ordered after: {first.text()}\n"
-            "  put a signal after the first and a wait before the second"
-        )
-        return cls.of(text, first=first, second=second, pair=pair)
-
-
-class MissingQuiet(DataRace):
-    """The source of a put to a rank of another node is written again while the network may still read it."""
-
-    @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> MissingQuiet:
-        text = (
-            f"missing quiet: {second.text()}\n  while the network may still read it: {first.text()}\n"
-            "  call pl.quiet(world) behind the put, or wait for an answer of the rank that saw its signal"
-        )
-        return cls.of(text, pair=pair, first=first, second=second)
-
-
-class OvertakenPut(DataRace):
-    """What follows a put to a rank of another node may overtake its data."""
-
-    @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> OvertakenPut:
-        text = (
-            f"overtaken put: {second.text()}\n  may come before the data arrives: {first.text()}\n"
-            "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to "
-            "the same rank, pl.quiet(world) before any other"
-        )
-        return cls.of(text, pair=pair, first=first, second=second)
-
-
-class FarAccess(PktError):
-    """A load, a store, an atomic or TMA in the memory of a rank of another node, which only the network reaches."""
-
-    @classmethod
-    def device(cls, access: Access, owner: int, node_size: int, remedy: str) -> FarAccess:
-        found = cls._found(access.rank, owner, node_size)
-        return cls.of(f"far access: {access.text()}: {found}: {remedy}", access=access)
-
-    @classmethod
-    def host(cls, rank: int, call: str, owner: int, node_size: int) -> FarAccess:
-        remedy = "let a kernel there put the data into this rank's heap (pl.put with nbytes=)"
-        return cls.of(f"rank {rank}: {call}: {cls._found(rank, owner, node_size)}: {remedy}", rank=rank, owner=owner)
-
-    @staticmethod
-    def _found(rank: int, owner: int, node_size: int) -> str:
-        node, first = owner // node_size, rank // node_size * node_size
-        wanted = f"one of ranks {first} to {first + node_size - 1}, on its own" if node_size > 1 else "itself"
-        return f"found rank {owner} on node {node}, wanted {wanted}"
-
-
-class StaleFlag(PktError):
-    """A counter value that an earlier launch left satisfied a wait."""
-
-    @classmethod
-    def found(cls, waiting: Waiting, written: int) -> StaleFlag:
-        text = (
-            f"stale flag: {waiting.text()}, but that value was written in launch {written}: "
-            "wait for epoch(flags, world) * arrivals, not for a constant"
-        )
-        return cls.of(text, waiting=waiting, written=written)
-
-
-class OutOfBounds(PktError):
-    """An access outside every allocation of the rank it addresses."""
-
-    @classmethod
-    def outside(cls, access: Access, hint: str = "") -> OutOfBounds:
-        return cls.of(f"out of bounds: {access.text()}" + (f"; {hint}" if hint else ""), access=access)
 
 
 class UseAfterFree(PktError):
@@ -209,18 +96,6 @@ class UseAfterFree(PktError):
     @classmethod
     def device(cls, access: Access, freed_at: str) -> UseAfterFree:
         return cls.of(f"use after free: {access.text()}, freed at {freed_at}", access=access)
-
-
-class MulticastAccess(PktError):
-    """A plain load or store in the multicast window, where only multimem instructions may go."""
-
-    @classmethod
-    def plain(cls, access: Access) -> MulticastAccess:
-        return cls.of(
-            f"plain access to the multicast window: {access.text()}: use multimem_load_reduce, "
-            "multimem_store or multimem_reduce_add",
-            access=access,
-        )
 
 
 class LostSignal(PktError):
@@ -256,18 +131,6 @@ class LostSync(PktError):
             "them or lets loads pass them, depending on num_warps and the GPU; move the call out of that loop"
         )
         return cls.of(text, kernel=kernel, inside=count)
-
-
-class FalseAssumption(PktError):
-    """A `tl.assume` whose condition is false."""
-
-    @classmethod
-    def at(cls, rank: int, kernel: str, program: int | Sequence[int], site: str) -> FalseAssumption:
-        text = (
-            f"rank {rank}: {kernel} program {program_text(program)} at {site}: tl.assume is false, and the compiler "
-            "may rely on it: correct the condition, or remove the call"
-        )
-        return cls.of(text, rank=rank, program=program, site=site)
 
 
 class CollectiveMismatch(PktError):
@@ -349,10 +212,9 @@ class HeapFull(PktError, MemoryError):
 
     @classmethod
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
-        who = f"rank {rank}: " if rank is not None else ""
         what = f" for {name!r}" if name else ""
         text = (
-            f"{who}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
+            f"{_who(rank)}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
             f"{size_text(largest)}; raise heap= or PKT_HEAP"
         )
         return cls.of(text, nbytes=nbytes, free=free, largest=largest)
@@ -440,8 +302,7 @@ class ShapeError(PktError, ValueError):
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> ShapeError:
-        who = f"rank {rank}: " if rank is not None else ""
-        return cls.of(f"{who}{call}: {name}: found {found}, wanted {wanted}", found=found, wanted=wanted)
+        return cls.of(f"{_who(rank)}{call}: {name}: found {found}, wanted {wanted}", found=found, wanted=wanted)
 
 
 class DtypeError(PktError, TypeError):
@@ -449,8 +310,8 @@ class DtypeError(PktError, TypeError):
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:
-        who = f"rank {rank}: " if rank is not None else ""
-        return cls.of(f"{who}{call}: {name}: found {dtype_text(found)}, wanted {wanted}", found=found, wanted=wanted)
+        said = f"{_who(rank)}{call}: {name}: found {dtype_text(found)}, wanted {wanted}"
+        return cls.of(said, found=found, wanted=wanted)
 
 
 class Closed(PktError):

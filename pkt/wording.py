@@ -5,6 +5,7 @@ Imports nothing of pkt, and nothing that takes long to import.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,10 +49,9 @@ def rendered(shown: Any, width: int = 110) -> str:
     """A table of rich, or a group of them, as plain text."""
     from rich.console import Console  # here: rich takes longer to import than pkt
 
-    console = Console(width=width, color_system=None, force_jupyter=False)
-    with console.capture() as out:
-        console.print(shown)
-    return out.get().rstrip()
+    out = io.StringIO()
+    Console(width=width, file=out, color_system=None, force_jupyter=False).print(shown)
+    return out.getvalue().rstrip()
 
 
 def dtype_text(dtype: Any) -> str:

@@ -113,10 +113,20 @@ ARROWS = {
     ),
     "pkt.kernels.gradients": (["pkt.errors", "pkt.runtime", "pkt.kernels.shared"], ["torch"]),
     "pkt.kernels.traced": (["pkt.errors", "pkt.runtime", "pkt.kernels.gradients"], ["torch"]),
-    "pkt.kernels.operator": (
+    # An operator, lowest first: what it declares, which form a call takes, and how that is planned and launched.
+    "pkt.kernels.declared": (
+        ["pkt.errors", "pkt.runtime", "pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.gradients"]
+        + ["pkt.kernels.shared", "pkt.kernels.traced"],
+        ["torch"],
+    ),
+    "pkt.kernels.choosing": (
         ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.gradients"]
-        + ["pkt.kernels.shared", "pkt.kernels.staging", "pkt.kernels.traced"],
+        + ["pkt.kernels.declaration", "pkt.kernels.declared", "pkt.kernels.forecast", "pkt.kernels.staging"],
+        ["torch"],
+    ),
+    "pkt.kernels.operator": (
+        ["pkt.errors", "pkt.runtime", "pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.choosing"]
+        + ["pkt.kernels.gradients", "pkt.kernels.staging", "pkt.kernels.traced"],
         ["torch"],
     ),
     "pkt.kernels": (
@@ -324,6 +334,6 @@ def test_inline_ptx_is_in_one_place():
 
 
 def test_messages_are_built_in_one_place():
-    """`PktError.of` takes a text; only the builders of pkt.errors call it."""
+    """`PktError.of` takes a text; only the builders of exceptions call it."""
     built = re.compile(r"\b[A-Z]\w+\.of\(\s*f?\"")
     assert {module for module, path in sources().items() if built.search(path.read_text())} == set()

@@ -35,6 +35,8 @@ OTHERS = (
     "ulysses_attention",
     "matmul_all_to_all",
     "all_to_all_matmul",
+    "all_gather_grouped_matmul",
+    "grouped_matmul_reduce_scatter",
 )
 RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), **dict.fromkeys(OTHERS, 2)}
 

@@ -128,6 +128,17 @@ def test_the_tour_names_existing_files():
     assert not missing, f"docs/design.md names missing files: {sorted(missing)}"
 
 
+def test_the_tour_has_every_file_and_folder_of_the_top_level():
+    text = (ROOT / "docs" / "design.md").read_text().split("## Tour\n")[1].split("\n## ")[0]
+    found = {
+        f.relative_to(ROOT).as_posix() + "/" * f.is_dir() for top in ("pkt", "kernels") for f in (ROOT / top).iterdir()
+    }
+    found = {name for name in found if re.fullmatch(r"\w+/[a-z]\w*(\.py|/)", name)}
+    assert len(found) > 40
+    missing = sorted(name for name in found if f"`{name}`" not in text)
+    assert not missing, f"docs/design.md's tour does not name {missing}"
+
+
 def test_imports_follow_the_tour():
     """A row may import its top folder, its last column, pkt/errors.py, pkt/progress.py and pkt/wording.py."""
     always = {"pkt/errors.py", "pkt/progress.py", "pkt/wording.py"}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import pkt
-from pkt.errors import DataRace
+from pkt.simulate.findings import DataRace
 from tests.cases_litmus import LITMUS, WITHOUT_FENCE, WRONG
 
 PROGRAMS, ROUNDS = 3, 3

@@ -3,7 +3,7 @@
 import pytest
 
 import pkt
-from pkt.errors import Deadlock
+from pkt.simulate.findings import Deadlock
 from tests.gpu.cases_timeouts import HOWS, drop_once, waiters
 
 

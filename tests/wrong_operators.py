@@ -9,6 +9,7 @@ import torch
 
 import pkt
 from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
+from pkt.kernels.all_gather_grouped_matmul import Gathered
 from pkt.kernels.declaration import MAX_INT
 from pkt.kernels.dispatch import Dispatched
 
@@ -20,6 +21,7 @@ COUNT = {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER}
 """Of a setting that counts something, from 1."""
 AT_LEAST_1 = {ShapeError: (0, -1, *HUGE), DtypeError: (*NO_INTEGER, None)}
 NO_FLAG = (2, None, "True", [True])
+_TILES_DIFFER = (16, 16, 16), (16, 32, 16)
 
 
 class Tried(NamedTuple):
@@ -193,7 +195,7 @@ def _dispatch_matmul_wrong() -> Bad:
 
 def _dispatch_matmul_differ() -> Mapping[str, tuple[Any, Any]]:
     differ = {name: values for name, values in _dispatch_differ().items() if name in ("max_tokens", "alignment")}
-    return {**differ, "tiles": ((16, 16, 16), (16, 32, 16))}
+    return {**differ, "tiles": _TILES_DIFFER}
 
 
 def _matmul_combine() -> dict[str, Any]:
@@ -224,7 +226,47 @@ def _matmul_combine_wrong() -> Bad:
 
 
 def _matmul_combine_differ() -> Mapping[str, tuple[Any, Any]]:
-    return {"tiles": ((16, 16, 16), (16, 32, 16)), "tokens_per_rank": (4, 5)}
+    return {"tiles": _TILES_DIFFER, "tokens_per_rank": (4, 5)}
+
+
+def _shared_experts() -> dict[str, Any]:
+    return {
+        "x": torch.ones(3, 8), "topk_idx": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.ones(3, 2),
+        "w": torch.ones(2, 8, 4), "out": None,
+    }  # fmt: skip
+
+
+def _shared_experts_wrong() -> Bad:
+    parts = "x", "topk_idx", "topk_weights", "clear", "num_comm_sms", "w", "tiles"
+    return {
+        **{name: wrong for name, wrong in _dispatch_matmul_wrong().items() if name in parts},
+        "out": {
+            ShapeError: (torch.ones(6, 4), torch.ones(12, 5), torch.ones(12, 4, 1)),
+            DtypeError: (torch.ones(12, 4).half(),),
+        },
+    }
+
+
+def _scattered() -> dict[str, Any]:
+    """With a routing in which no token has an expert."""
+    handle = {
+        "tokens": torch.full((8, 2), -1, dtype=torch.int32), "places": torch.full((8,), -1, dtype=torch.int32),
+        "weights": torch.ones(5), "source": torch.full((5, 3), -1, dtype=torch.int32), "offsets": int32(0, 2, 5),
+    }  # fmt: skip
+    gathered = {f"gathered.{name}": part for name, part in handle.items()}
+    return {"x": torch.ones(5, 8), "w": torch.ones(2, 8, 4), **gathered, "out": None}
+
+
+def _scattered_wrong() -> Bad:
+    wrong = {name.replace("dispatched", "gathered"): bad for name, bad in _matmul_combine_wrong().items()}
+    del wrong["tokens_per_rank"]
+    return {
+        **wrong,
+        "gathered.places": {
+            ShapeError: (int32(1, 2, 3), torch.zeros(6, dtype=torch.int32), torch.zeros(8, 1, dtype=torch.int32)),
+            DtypeError: (None, torch.zeros(8, dtype=torch.int64), torch.zeros(8)),
+        },
+    }
 
 
 def _again() -> dict[str, Any]:
@@ -550,6 +592,8 @@ OTHERS = (
     Tried(pkt.dispatch_matmul, _dispatch_matmul, _dispatch_matmul_wrong, _dispatch_matmul_differ),
     Tried(pkt.matmul_combine, _matmul_combine, _matmul_combine_wrong, _matmul_combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
+    Tried(pkt.all_gather_grouped_matmul, _shared_experts, _shared_experts_wrong, lambda: {"tiles": _TILES_DIFFER}),
+    Tried(pkt.grouped_matmul_reduce_scatter, _scattered, _scattered_wrong, lambda: {"tiles": _TILES_DIFFER}),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
     Tried(pkt.grouped_activation, _activation, _activation_wrong),
     Tried(pkt.moe, _moe, _moe_wrong),
@@ -565,8 +609,9 @@ OTHERS = (
 
 def parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, as the function takes them: those of a handle's parts in a handle."""
-    parts = {n.partition(".")[2]: v for n, v in values.items() if n.startswith("dispatched.")}
     found = {n: v for n, v in values.items() if "." not in n}
-    if parts and "dispatched" not in found:
-        found["dispatched"] = Dispatched(**{**dict.fromkeys(Dispatched._fields), **parts})
+    for name, kind in (("dispatched", Dispatched), ("gathered", Gathered)):
+        parts = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{name}.")}
+        if parts and name not in found:
+            found[name] = kind(**{**dict.fromkeys(kind._fields), **parts})
     return found

@@ -1,7 +1,7 @@
-"""`pkt.all_gather_matmul`: the operator and its kernels in plain Triton in `plain`, its Gluon form in `gluon`, calls
-that keep the gathered A in `kept`, and in `rules` what it takes where nothing is given."""
+"""`pkt.all_gather_matmul`: `host` has the operator, `plain` and `gluon` its kernels, `kept` calls that keep the
+gathered A, `rules` the settings of calls that give none."""
 
-from . import kept as kept  # which hands itself to `plain`
-from .plain import OPERATOR, all_gather_matmul, reference
+from . import kept as kept  # which hands itself to `host`
+from .host import OPERATOR, all_gather_matmul, reference
 
 __all__ = ["OPERATOR", "all_gather_matmul", "reference"]

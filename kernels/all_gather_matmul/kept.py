@@ -25,7 +25,8 @@ from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import product_rules, products
 from ..shared.tile_product import finished
-from . import plain
+from . import host, plain
+from .rules import PushPlan, settings
 
 CALL = "all_gather_matmul_kept"
 
@@ -35,7 +36,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `rank` gets from the ranks' operands, in fp64."""
     whole = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double()
-    return plain.reference(rank, a, b, bias, "none", shard), whole
+    return host.reference(rank, a, b, bias, "none", shard), whole
 
 
 def all_gather_matmul_kept(
@@ -58,7 +59,7 @@ def product(
 
 
 def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], SymmetricTensor]) -> Callable[[Call], Launch]:
-    """`plan`, and behind each launch A from the inbox (size, m, k), which has no shard of this rank's."""
+    """`plan`, and after each launch A from the inbox (size, m, k), which has no shard of this rank's."""
 
     def keeping(call: Call) -> Launch:
         (m, k), rank, size = call["a"].shape, call.world.rank, call.world.size
@@ -81,27 +82,27 @@ def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], Symmetri
 
 
 def _copy_inbox(call: Call) -> SymmetricTensor:
-    return plain._copied(call)[0].inbox
+    return plain.copied(call)[0].inbox
 
 
 def _gluon_inbox(call: Call) -> SymmetricTensor:
     from .gluon import copied_inbox
 
-    plan = plain.PushPlan(*(call[name] for name in plain.PushPlan._fields))
+    plan = PushPlan(*(call[name] for name in PushPlan._fields))
     return copied_inbox(call.world, call["a"], call["b"].shape[1], plan, call["tiles"])
 
 
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings where the copy engines bring A."""
     N = call["b"].shape[1]
-    settled, tiles = plain.settings(call["m"], N, call["k"], call.world, tiles=None, num_comm_sms=0)
+    settled, tiles = settings(call["m"], N, call["k"], call.world, tiles=None, num_comm_sms=0)
     return {**settled._asdict(), "tiles": tiles}
 
 
 def _fits_gluon(call: Call) -> str:
     """Why the Gluon form cannot run a call, in words; "" where it can."""
     call.arguments["epilogue"] = "none"
-    return plain.fits_gluon(call) or plain.fits_copies(call) or ("" if call.world.size > 1 else "a world of one rank")
+    return host.fits_gluon(call) or host.fits_copies(call) or ("" if call.world.size > 1 else "a world of one rank")
 
 
 def _unfused(call: Call) -> Launch:
@@ -135,7 +136,7 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
-_forms = plain.OPERATOR.forms
+_forms = host.OPERATOR.forms
 OPERATOR = Operator(
     all_gather_matmul_kept,
     tensors=products.operands("m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} n"),
@@ -150,7 +151,7 @@ OPERATOR = Operator(
         ),
         "unfused": replace(_forms["unfused"], plan=_unfused, several=None),
     },
-    default=lambda call: "unfused" if plain.fits_copies(call) else "copy",
+    default=lambda call: "unfused" if host.fits_copies(call) else "copy",
     reference=reference,
     backward=Backward(
         backward,
@@ -160,4 +161,4 @@ OPERATOR = Operator(
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
 )  # fmt: skip
-plain.take_kept(product)
+host.take_kept(product)

@@ -101,7 +101,7 @@ def all_reduce_rms_norm(
     once to x's dtype.
 
     quant: normed is float8_e4m3fn, and a third result has its scales, fp32: "fp8_token" one for each token, (T, 1);
-    "fp8_group" one for each 128 columns, (T, H / 128), of which H must be a multiple. A scale is the greatest magnitude
+    "fp8_group" one for each 128 columns, (T, H / 128); 128 divides H. A scale is the greatest magnitude
     / 448, or 1 / (448 * 512) where that is more; normed * scale is the value.
 
     out: where normed goes, apart from all operands; a new tensor where None. The other results are new. All are

@@ -1,5 +1,5 @@
 """The forms over tiles of rows (shared.row_tiles): `two_shot_kernel`, whose owners add and send back, and
-`norm_kernel`, behind an all-reduce. Both norm a tile alike."""
+`norm_kernel`, after an all-reduce. Both norm a tile alike."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from pkt.runtime.world import World
 from ..declaration import Call, Case, Form, Operand, Shape, integer
 from ..dispatch import Dispatched, rules
 from ..dispatch.examples import some_rows, some_slots, some_sources, some_weights
+from ..dispatch.gradients import OF_COMBINE
 from ..dispatch.result import check_promise
-from ..experts_gradients import OF_COMBINE
 from ..operator import Operator
 from ..shared.checks import FLOATS
 from .plans import plan_low_latency, plan_pull, tokens_at_most

@@ -22,11 +22,11 @@ import triton
 from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Operand, Shape, flag, integer
-from ..experts_gradients import OF_DISPATCH
 from ..operator import Operator
 from ..shared.checks import FLOATS
 from ..shared.fp8 import FP8
 from . import rules
+from .gradients import OF_DISPATCH
 from .plans import plan_low_latency, plan_push, scales_of
 from .reference import reference, undefined
 from .result import Dispatched, check_promise, slots_of

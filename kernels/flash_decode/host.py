@@ -104,8 +104,8 @@ def flash_decode(
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
-# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): for heads with keys of
-# their own two small programs an SM, each with three loads on their way; for heads that share keys one large program.
+# The best settings that benchmarks/flash_decode.py found on an H200 (`flash_decode_tried_1.json`): for heads with keys
+# of their own two small programs an SM, each with three loads on their way; for heads that share keys one large program.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
     return call["s"] * (call["h"] // max(call["g"], 1)) == 1

@@ -1,1 +1,1 @@
-"""What several operators are made of."""
+"""Parts that several operators are made of."""

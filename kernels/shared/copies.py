@@ -248,9 +248,8 @@ class Gathering(NamedTuple):
     """What `gathering` sends, and what a kernel that waits for it needs."""
 
     inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
-    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] is the number of
-    # the last launch of which columns c * chunk, ... of rows g * step, ... of rank r are here; the last one that of
-    # this launch
+    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] counts launches:
+    # columns c * chunk, ... of rows g * step, ... of rank r are here up to that one; the last counter is this launch's
     begin: Callable[[torch.Tensor], Callable[[], None]]
 
 

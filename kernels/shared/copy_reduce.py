@@ -139,7 +139,7 @@ def scatter_launch(
 
 
 def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None) -> Launch:
-    """launch(x, out) for x of n elements, of which rank r owns a slot from r * slot on, less at the end. Collective."""
+    """launch(x, out) for x of n elements. Rank r owns those from r * slot on, a slot or what is left. Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
     slot = triton.cdiv(triton.cdiv(n, size), runs.LINE) * runs.LINE  # so that parts are aligned
     whole = runs.runs(1, slot, dtype, block)

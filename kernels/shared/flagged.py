@@ -39,8 +39,8 @@ FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
 chosen. In that file 1 MiB takes 11.4 and 11.7 us, and 14.1 without flags."""
 MOST_RANKS = 8
-"""More of which have but one shot by default, and gather without flags: a thread takes a word of each rank, all at
-once."""
+"""With more ranks, only a reduction in one shot uses flagged words by default: a thread takes a word of each rank, all
+at once."""
 LEAST_ROOM = 256
 """Words of the least memory for them."""
 LEAST_BLOCK, MOST_BLOCK = 128, 512
@@ -48,14 +48,14 @@ LEAST_BLOCK, MOST_BLOCK = 128, 512
 
 
 def few(sent: float, size: int) -> bool:
-    """Whether what makes a rank send so many bytes goes in flagged words by default."""
+    """Whether a call in which each rank sends `sent` bytes uses flagged words by default."""
     return size <= MOST_RANKS and sent / 3 <= FLAG_BYTES
 
 
 def few_of_parts(nbytes: int, size: int) -> bool:
-    """Whether x of so many bytes does, of which each rank gets a part: half as many, because threads work out where
-    each element is. On 2 x H200 to reduce and scatter 2 MiB takes 12.8 us so, and 13.0 pushed, and 4 MiB 17.2 and 16.3
-    (benchmarks/results/collectives_sizes_2.json)."""
+    """`few` where each rank gets a part of x, of `nbytes` bytes: for half as many, because threads work out where each
+    element is. On 2 x H200 reduce_scatter of 2 MiB takes 12.8 us with flagged words and 13.0 pushed; of 4 MiB 17.2 and
+    16.3 (benchmarks/results/collectives_sizes_2.json)."""
     return few(2 * nbytes * (1 - 1 / max(size, 2)), size)
 
 
@@ -407,7 +407,7 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
 
 
 def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -> Launch:
-    """launch(x, out): `out` = the ranks' x, of which `span` elements lie together in `out` before the next rank's."""
+    """launch(x, out): `out` = the ranks' x in turn, `span` elements of each at a time."""
     n = x.numel()
     return _launch(world, gather_kernel, x, _int32(x, n), world.size - 1, block, (n, span))
 

@@ -1,4 +1,4 @@
-"""Bias and epilogue "swiglu" behind a library's product: one kernel reads M * N elements and writes half as many. The
+"""Bias and epilogue "swiglu" after a library's product: one kernel reads M * N elements and writes half as many. The
 fused forms need no such kernel."""
 
 from __future__ import annotations

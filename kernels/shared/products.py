@@ -65,7 +65,7 @@ Plan = Callable[[Call], Launch]
 
 
 def whole_runs(plan: Plan) -> Plan:
-    """`plan` with zeros behind k, up to a multiple of 16 bytes of a row of a, as TMA needs. Ranks may differ in k, and
+    """`plan` with zeros after k, up to a multiple of 16 bytes of a row of a, as TMA needs. Ranks may differ in k, and
     must not differ in tiles for it."""
 
     def whole(call: Call) -> Launch:

@@ -1,4 +1,4 @@
-"""What ranks have is reduced by: the sum, the minimum or the maximum, in fp32 and in a fixed order of ranks."""
+"""Reductions over ranks: the sum, the minimum or the maximum, in fp32 and in a fixed order of ranks."""
 
 from __future__ import annotations
 

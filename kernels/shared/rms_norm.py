@@ -177,7 +177,7 @@ def pulled_back(call: Recorded, grad: torch.Tensor) -> tuple[torch.Tensor, dict[
 
 
 def over_tiles(call: Call, owned: bool = False) -> tuple[int, tuple[Any, ...]]:
-    """(programs, what a kernel over tiles of rows takes behind its tensors). owned: a rank has a residual for its rows
+    """(programs, what a kernel over tiles of rows takes after its tensors). owned: a rank has a residual for its rows
     alone. Collective."""
     world = call.world
     p, programs = row_tiles.rows(world, call.shape, call.dtype, world.size, owned=owned, tile=call["rows"])

@@ -16,7 +16,7 @@ import triton.language as tl
 # ------------------------------------------------------------------------------------------------------ device
 @triton.jit
 def stack(ptr, count, rows, cols, ld, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """`count` matrices (rows, cols) of row stride ld, one behind the other, for `accumulate` and `store_tile`.
+    """`count` matrices (rows, cols) of row stride ld, one after the other, for `accumulate` and `store_tile`.
 
     With TMA a descriptor of (1, ROWS, COLS) boxes, which stop at the end of a matrix. It takes a microsecond to make:
     once in a program where that is possible. Otherwise `ptr` itself.

@@ -273,7 +273,7 @@ def _symmetric(call: Call, rows: int, cols: int) -> SymmetricTensor:
 
 
 def multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """a @ b into `out`, behind the world's last call, which may have been given another stream and still use `out`."""
+    """a @ b into `out`, after the world's last call, which may have been given another stream and still use `out`."""
     if world.streams is not None:
         world.streams.follow()
     torch.mm(a, b, out=out)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 class ExpertParallel:
     """A style for `parallelize`: a mixture of experts, each on one rank. torch 2.13 has none.
 
-    For one of two modules, which it tells by their attributes, as transformers has them:
+    It takes two kinds of modules, and knows them by the attributes that transformers gives them. It does not ask for
+    classes: transformers has one for each model and release, and pkt does not import it.
 
     - A block with a Linear `gate` and a ModuleList `experts` of modules with the Linears gate_proj, up_proj and
       down_proj (Qwen) or w1, w3 and w2 (Mixtral) and the activation `act_fn`; `top_k`; `norm_topk_prob` of Qwen's;

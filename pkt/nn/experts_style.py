@@ -69,7 +69,7 @@ def change(style: ExpertParallel, module: nn.Module, place: Place) -> Callable[[
     if isinstance(module, (MoE, Sharded)):
         raise place.refused(f"{type(module).__name__}, which is parallel already", "plan each module once")
     if any(getattr(one, hooks) for one in module.modules() for hooks in HOOKS):
-        raise place.refused("a module with hooks", "add hooks behind pkt.parallelize, to the module that it makes")
+        raise place.refused("a module with hooks", "add hooks after pkt.parallelize, to the module that it makes")
     for name, parameter in module.named_parameters():
         if parameter.dtype not in FLOATS:
             where = f"{CALL}: module {place.name!r}"

@@ -29,7 +29,7 @@ class MoE(nn.Module):
     logits), logits (tokens, experts) of the tokens of x, as the blocks of Mixtral and Qwen in transformers 4 do.
 
     gate: a Linear (features to experts), the same on every rank. Its logits go through `route`: by default a softmax
-    in fp32 of which the `chosen` largest are taken, divided by their sum with `normalise`. The weights stay in fp32.
+    in fp32, then its `chosen` largest values, with `normalise` divided by their sum. The weights stay in fp32.
     experts: `Experts`, each on one rank. shared: the hidden features of an expert for all tokens, a `SwiGLUMLP` that
     is split by them; with `shared_gate` times sigmoid(its gate(x)).
 

@@ -150,8 +150,8 @@ INPUTS = torchs.PrepareModuleInput
 
 
 def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
-    """What makes the change of a style, behind all checks: it returns what takes the module's place in the model, a
-    module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
+    """Check that a style fits a module, and return the function that makes the change. That returns what takes the
+    module's place: a module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
     if isinstance(style, torchs.ColwiseParallel):
         return _column(style, module, place)
     if isinstance(style, torchs.RowwiseParallel):
@@ -175,7 +175,7 @@ def _check_plain(module: nn.Module, kind: type[nn.Module], place: Place) -> None
         found = f"{type(module).__name__}, which is no plain {kind.__name__}"
         raise place.refused(found, "plan Linears and Embeddings of torch.nn; for others use torch's parallelize_module")
     if any(getattr(module, hooks) for hooks in HOOKS):
-        raise place.refused("a module with hooks", "add hooks behind pkt.parallelize, to the module that it makes")
+        raise place.refused("a module with hooks", "add hooks after pkt.parallelize, to the module that it makes")
 
 
 def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:

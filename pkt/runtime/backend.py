@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset just behind the last byte."""
+        """Offset just after the last byte."""
         return self.offset + self.nbytes
 
 

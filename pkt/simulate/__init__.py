@@ -1,7 +1,7 @@
 """N ranks on the CPU: the kernel source itself under a seeded scheduler, with race and deadlock detection.
 
 source        rewrites device functions as Python; interpreter runs them, on builder, numerics, libdevice, reductions,
-              shortcuts; loops finds what decides when a `while` ends
+              shortcuts with their constants; loops finds what decides when a `while` ends
 front_end     has Triton compile each kernel first; accepted keeps its verdicts in files, skipped makes it quicker
 machine       the ranks, the scheduler and the launches, on tasks and arguments; schedule makes every random choice
 device        the memory accesses and the waits of programs, on accesses, atomics, flagged, multimem and blocked;

@@ -11,10 +11,10 @@ import triton.language as tl
 from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.bad_address import check_kind
+from pkt.simulate.constants import new_tensor
 from pkt.simulate.detector import accessed
 from pkt.simulate.faults import COUNTING, READS, SYNC, Signal, Site
 from pkt.simulate.memory import Access, Buffered, Scattered, Strided
-from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site, unused
 
 ALL_OF_THEM = 1 << 62
@@ -184,7 +184,7 @@ class Atomics(Accesses):
         return anything
 
     def _linger(self, task: Any) -> None:
-        """Let other programs run just after an atomic, where a missing order shows: for long behind a buffered one."""
+        """Let other programs run just after an atomic, where a missing order shows: for long after a buffered one."""
         m = self.m
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pkt import errors, wording
+from pkt.simulate import findings
 from pkt.simulate.detector import accessed
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import OUTSIDE, Access, Unmapped
@@ -51,7 +52,7 @@ def check_near(machine: Any, access: Access, kind: str) -> None:
         return
     tensor = f"rank {region.rank}'s {region.element(access.first())}"
     found = accessed(task, kind, tensor, site())
-    raise errors.FarAccess.device(found, region.rank, machine.node_size, _instead(kind))
+    raise findings.FarAccess.device(found, region.rank, machine.node_size, _instead(kind))
 
 
 def _instead(kind: str) -> str:
@@ -85,18 +86,18 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         local = space.holding(here)
         if local is not None and local.kind == "local":
             peer = f"rank {rank + distance}'s {local.element(here)}, a peer's copy of a plain tensor"
-            return errors.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
+            return findings.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
     strayed = mine is not None and any(mine.base <= stray < mine.end for stray in machine.current.strays)
     if window == space.size and machine.multicast and not at.call and not strayed:
         element = mine.element(home) if mine else f"byte {home - space.window(rank)}"
-        return errors.MulticastAccess.plain(access(f"the multicast window at {element}"))
+        return findings.MulticastAccess.plain(access(f"the multicast window at {element}"))
     origin = address - OUTSIDE * space.stride
     if (meant := space.holding(origin)) is not None:  # see `shortcuts.peer`
         found = f"a copy of {meant.element(origin)} on a rank that the team does not have"
-        return errors.OutOfBounds.outside(access(found), "a team's peers are its own ranks, from 0")
+        return findings.OutOfBounds.outside(access(found), "a team's peers are its own ranks, from 0")
     if not exists and mine is not None:
         element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
-        return errors.OutOfBounds.outside(access(element), peers)
+        return findings.OutOfBounds.outside(access(element), peers)
     heap = f"byte {address - space.window(window)} of rank {window}'s heap"
     where = heap if exists else "an address in no rank's heap"
     hint = ""
@@ -108,4 +109,4 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         apart = min(past, short)
         verb, side = ("ends", "before") if near is before else ("begins", "after")
         hint = f"nearest: {near.name} of rank {near.rank}, which {verb} {apart} byte{'s'[: apart > 1]} {side}"
-    return errors.OutOfBounds.outside(access(where), hint)
+    return findings.OutOfBounds.outside(access(where), hint)

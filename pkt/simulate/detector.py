@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from pkt import errors, wording
-from pkt.simulate import cost
+from pkt import wording
+from pkt.simulate import cost, findings
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Access, Region
 from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
 FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put to another node
-FOUND: dict[str, type[errors.DataRace]] = {FAR_READ: errors.MissingQuiet, FAR_PUT: errors.OvertakenPut}
+FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FAR_PUT: findings.OvertakenPut}
 """The race with an access of such a kind that came first."""
 
 
@@ -295,7 +295,7 @@ class Detector:
         first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
-        made = FOUND.get(first_kind, errors.DataRace)
+        made = FOUND.get(first_kind, findings.DataRace)
         error = made.between(first, accessed(task, kind, tensor, at), pair)
         for text in filter(None, (note, task.satisfied_by)):
             error.add_note(text)
@@ -306,4 +306,4 @@ class Detector:
         intend that, so it is no finding of its own."""
         newest = max(sync.launch.values(), default=0)
         if newest < task.launch.ordinal:
-            task.satisfied_by = str(errors.StaleFlag.found(blocked.waiting(), newest))
+            task.satisfied_by = str(findings.StaleFlag.found(blocked.waiting(), newest))

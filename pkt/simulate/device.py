@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from pkt.errors import FalseAssumption
 from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.far import Far
 from pkt.simulate.faults import COUNTING, SYNC
+from pkt.simulate.findings import FalseAssumption
 from pkt.simulate.flagged import Flagged
 from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem

@@ -5,7 +5,7 @@ each thread: if a rank waited for a peer inside one of these, and the peer began
 nodes for the other, and torch would abort. So the thread runs the code, and the rank's greenlet leaves and comes back
 for it. Only one of the two runs at a time.
 
-On GPUs torch's own work is ordered behind a launch by the stream. Here it is done at once, by code that no watch sees
+On GPUs torch's own work is ordered after a launch by the stream. Here it is done at once, by code that no watch sees
 (see pkt.simulate.stream), so in such a thread the host waits for each launch.
 """
 

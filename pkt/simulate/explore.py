@@ -10,10 +10,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pkt.errors import DataRace, RankFailed, ShapeError
+from pkt.errors import RankFailed, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.world import check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Change, Faults, Loss, Mutant, Signal, Site
+from pkt.simulate.findings import DataRace
 from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count

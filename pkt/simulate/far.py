@@ -2,7 +2,7 @@
 
 A far put is an actor of its own. It follows what its program has done and seen, and what a fence puts in front of it.
 It reads its source and writes its target at once when it arrives, which the schedule decides. Nobody is ordered after
-it but who sees its own signal, or a later signal of the program behind a fence; and the program itself behind quiet.
+it but who sees its own signal, or a later signal of the program after a fence; and the program itself after quiet.
 The race detector therefore gives every put that may be on its way a column of its own.
 
 The rules are NVSHMEM's, except where they leave a choice: a fence and a quiet cover the calls of their own program.
@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from pkt.errors import FarAccess, NotSymmetric, RankError, ShapeError
+from pkt.errors import NotSymmetric, RankError, ShapeError
 from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.detector import FAR_PUT, FAR_READ, FOUND, accessed
 from pkt.simulate.faults import Site
+from pkt.simulate.findings import FarAccess
 from pkt.simulate.memory import Access, Region, Strided
 from pkt.simulate.sites import site
 
@@ -37,7 +38,7 @@ class FarCall:
         self.data: tuple[Strided, Strided] | None = None  # from, to
         self.signal: Any = None  # () -> None
         self.clock: Any = None  # of what its arrival follows, and of its own accesses
-        self.fenced = False  # a fence stands behind it
+        self.fenced = False  # a fence follows it
         self.arrived = False
         self.time = 0.0  # of its arrival on the modelled clock
 
@@ -96,7 +97,7 @@ class Far(Atomics):
             self._deliver(free[m.schedule.choose(len(free))])
 
     def _deliver(self, call: FarCall) -> None:
-        """Let a call arrive, behind those that a fence puts in front of it."""
+        """Let a call arrive, after those that a fence puts before it."""
         m = self.m
         if call.arrived:
             return
@@ -158,7 +159,7 @@ class Far(Atomics):
         return source, target
 
     def _call(self, to: int, clock: Any, at: Site) -> FarCall:
-        """A new call to rank `to`, behind the program's fenced calls there."""
+        """A new call to rank `to`, after the program's fenced calls there."""
         m, task = self.m, self.m.current
         call = FarCall(task, at, to, [before for before in task.far if before.fenced and before.peer == to])
         for before in call.after:
@@ -207,7 +208,7 @@ class Far(Atomics):
         return clock, now << 32 | column << 16
 
     def _post(self, to: int, data: tuple[Strided, Strided] | None, ptr: Any, value: Any, op: str, at: Site) -> None:
-        """Issue a signal, behind its data if there is any."""
+        """Issue a signal, after its data if there is any."""
         m, task = self.m, self.m.current
         itemsize = ptr.dtype.element_ty.primitive_bitwidth // 8
         address = scalar(ptr) + (to - task.rank) * m.space.stride

@@ -12,9 +12,9 @@ from pkt.language.ptx.flagged import VALUES
 from pkt.simulate.accesses import mask_of, scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.blocked import Blocked, signed
+from pkt.simulate.constants import new_tensor
 from pkt.simulate.faults import SYNC, Site
 from pkt.simulate.memory import Access, Pending, Strided
-from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 WORDS = {values: np.dtype([("values", np.int32, (values,)), ("flag", np.uint32)]) for values in (1, VALUES)}

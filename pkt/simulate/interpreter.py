@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from pkt.errors import Unsupported
 from pkt.language import address
-from pkt.simulate import reductions, shortcuts, source
+from pkt.simulate import constants, reductions, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
 from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
@@ -91,11 +91,11 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     if isinstance(value, bool):
         return _number(value, tl.int1)
     if isinstance(value, int):
-        return 1 if value == 1 and specialize else shortcuts.integer(value, source.int_type(value))
+        return 1 if value == 1 and specialize else constants.integer(value, source.int_type(value))
     if isinstance(value, float):
         return _number(value, tl.float32)
     if isinstance(value, torch.Tensor):
-        return shortcuts.new_tensor(np.array([value.data_ptr()], np.uint64), _pointer_to(value.dtype), True)
+        return constants.new_tensor(np.array([value.data_ptr()], np.uint64), _pointer_to(value.dtype), True)
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):
@@ -126,7 +126,7 @@ def _annotated(name: str) -> tl.dtype:
 
 
 def _number(value: float, ty: tl.dtype) -> tl.tensor:
-    return shortcuts.new_tensor(np.array([value], np_dtype(ty)), ty, True)
+    return constants.new_tensor(np.array([value], np_dtype(ty)), ty, True)
 
 
 def refuse_gluon(kernel: Any) -> None:
@@ -277,8 +277,8 @@ def _install() -> tuple[Any, ...]:
             ("associative_scan", reductions.associative_scan),
         ):
             patch(owner, name, value)
-    patch(tl.tensor, "__init__", shortcuts.tensor_init)
-    patch(tl.tensor, "results", None)  # of operations on a constant, see pkt.simulate.shortcuts
+    patch(tl.tensor, "__init__", constants.tensor_init)
+    patch(tl.tensor, "results", None)  # of operations on a constant, see pkt.simulate.constants
     patch(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation
     patch(tl.tensor, "reduce", reductions.reduce)
     patch(tl.tensor, "associative_scan", reductions.associative_scan)
@@ -287,11 +287,11 @@ def _install() -> tuple[Any, ...]:
     patch(tl.tensor, "__str__", lambda self: str(self.handle.data))
     patch(tl.tensor, "T", property(lambda self: semantic.permute(self, (1, 0))))
     patch(core.dtype, "to_ir", _to_ir)
-    patch(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
-    patch(core.block_type, "with_element_ty", shortcuts.block_like)
-    patch(core.block_type, "__init__", shortcuts.block_init(core.block_type.__init__))
+    patch(core.block_type, "to_ir", lambda self, b: constants.block_like(self, self.element_ty.to_ir(b)))
+    patch(core.block_type, "with_element_ty", constants.block_like)
+    patch(core.block_type, "__init__", constants.block_init(core.block_type.__init__))
     for owner, name, made in (
-        (core, "_type_for_tuple_values", shortcuts.tuple_types),
+        (core, "_type_for_tuple_values", constants.tuple_types),
         (core, "_unwrap_if_constexpr", shortcuts.unwrapped),
         (base, "_get_np_dtype", shortcuts.np_dtype_of),
     ):

@@ -19,20 +19,17 @@ import greenlet
 import torch
 
 from pkt.errors import (
-    CollectiveMismatch,
-    Deadlock,
     GridTooLarge,
-    PeerLost,
     PktError,
     RankFailed,
     ShapeError,
-    TooFewResident,
     Unsupported,
 )
-from pkt.simulate import cost, modes
+from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
+from pkt.simulate.findings import Deadlock
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
@@ -42,10 +39,9 @@ from pkt.simulate.sites import host_call, site
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
 from pkt.trace import Event
-from pkt.wording import FIRST_CALL, HOST, Waiting, call_text
+from pkt.wording import HOST
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
-MOST_TRIED = 4096  # programs that a deadlock is tried with, all resident
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
 
 
@@ -168,11 +164,11 @@ class Machine:
             if self.far and schedule.commits():
                 self.device.deliver_one()
             if not self.ready:
-                if self._settle():
+                if standstill.settle(self):
                     continue
                 if all(h.task.greenlet.dead for h in self.hosts):
                     return
-                self._stands_still([])
+                standstill.stands_still(self, [])
                 continue
             at = schedule.pick(self.ready)
             task = self.ready.pop(at)
@@ -183,8 +179,8 @@ class Machine:
                 self.ready.append(task)
                 others = [i for i, t in enumerate(self.ready) if t.spins is None]
                 if not others:
-                    if self._hopeless():
-                        self._stands_still(self.ready)
+                    if standstill.hopeless(self):
+                        standstill.stands_still(self, self.ready)
                         continue
                     turns = [loop.round_same for t in self.ready if (loop := t.spins) is not None]
                     at = turns.index(min(turns))  # all take turns, a slow rank too
@@ -201,7 +197,7 @@ class Machine:
             self.steps += 1
             if self.steps > self.max_steps:
                 if self.trial is not None:
-                    raise self._ended_trial()
+                    raise standstill.ended_trial(self)
                 raise Deadlock.endless(self.max_steps, str(schedule))
             self._switch(task)
 
@@ -219,7 +215,7 @@ class Machine:
             task.greenlet.switch()
         except Exception as error:
             if self.trial is not None:
-                raise self._ended_trial() from error
+                raise standstill.ended_trial(self) from error
             raise self._failed(task, error) from error
         finally:
             self.current = None
@@ -248,10 +244,10 @@ class Machine:
         heapq.heappush(host.slots, task.lane)
         if self.tracing:
             self.events += events(task)
-        self._fill(launch)
+        self.fill(launch)
         if launch.done:
             if self.trial is not None and all(t.done for t in self.trial.launches):
-                raise self._ended_trial()
+                raise standstill.ended_trial(self)
             self.device.commit_rank(task.rank)
             self._ended(host, launch)
 
@@ -274,9 +270,9 @@ class Machine:
         if host.finished is not None:
             launch.before = self.clocks.join(launch.before, host.finished)
         launch.begin = launch.time = max(launch.begin, host.finished_at)
-        self._fill(launch)
+        self.fill(launch)
 
-    def _fill(self, launch: Launch) -> None:
+    def fill(self, launch: Launch) -> None:
         """Start programs of `launch` while its rank has free slots."""
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
@@ -368,7 +364,7 @@ class Machine:
     # -- launching --------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, behind its earlier launches."""
+        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, after its earlier launches."""
         if warmup:
             return
         host = self.host("a kernel launch")
@@ -488,24 +484,6 @@ class Machine:
         task.time = meeting.time
         return [meeting.values[r] for r in among]
 
-    def whereabouts(self) -> dict[int, str]:
-        """By rank, the call that its host code is in."""
-        found = {}
-        for host in self.hosts:
-            task = host.task
-            closed = "" if host.closed is None else f", after close() at {host.closed}"
-            if task.greenlet.dead:
-                found[host.rank] = f"has returned{closed}"
-            else:
-                running = sys._getframe() if task is self.current else task.greenlet.gr_frame
-                frame = running if task.aside is None else task.aside.frame
-                behind = task.blocked if isinstance(task.blocked, Launch) else None
-                call, line = host_call(frame, behind.name if behind else "")
-                if line is None and host.launch is not None:  # its function has ended, and its launches have not
-                    call, line = f"the launch of {host.launch.name}", host.launch.site
-                found[host.rank] = f"in {call}" + (f" at {line}" if line is not None else "") + closed
-        return found
-
     def timed(self, run: Callable[[], Any], among: tuple[int, ...]) -> tuple[Any, float]:
         """Return the result of `run()` on the calling host, and the microseconds that it took on the modelled clock.
 
@@ -528,120 +506,11 @@ class Machine:
             if not self.timing:
                 self.schedule.by_time = self._was_by_time
 
-    # -- when nothing can run ---------------------------------------------------------------------------------------
-
-    def _settle(self) -> bool:
-        """Make one delayed signal, pending store or far call visible; return False if there is none."""
-        if self.late_signals:
-            self.late_signals.pop(0)()
-            return True
-        if self.with_stores:
-            self.device.commit_one(surely=True)
-            return True
-        if self.far:
-            self.device.deliver_one()
-            return True
-        return False
-
-    def _hopeless(self) -> bool:
-        """Whether the ready programs, which all spin, spin for ever. First every store and signal that is held back
-        becomes visible. If then all loops see the same values again for some iterations, nothing can change them."""
-        if all(any(loop.round == self.round for loop in task.loops.values()) for task in self.ready):
-            rounds = ([loop for loop in task.loops.values() if loop.round == self.round] for task in self.ready)
-            return all(any(loop.stuck for loop in loops) for loops in rounds)
-        while self._settle():
-            pass
-        self.round += 1
-        for loop in (loop for task in self.ready for loop in task.loops.values() if loop.spins):
-            loop.round = self.round
-            loop.round_same = loop.round_sure = 0
-        return False
-
     def _stopped(self, task: Task) -> bool:
         lose = self.faults.lose
         stopped = lose is not None and task.rank == lose.rank and self.steps >= lose.step
         self.lost = self.lost or stopped
         return stopped
-
-    def _stands_still(self, spinning: list[Task]) -> None:
-        """Let host code go on that only waits because this is seed 0. Else raise the deadlock, or first try whether
-        more resident programs would mend it: then they are its cause."""
-        behind = [host.task for host in self.hosts if isinstance(host.task.blocked, Launch)]
-        for task in behind:
-            task.blocked = None
-            self.ready.append(task)
-        if behind:
-            return
-        if self.trial is not None:  # all programs are resident, and still wait
-            del self.findings[self.trial.findings :]
-            error = self._deadlock(spinning)
-            for launch in self.trial.launches:
-                resident = f"only {self.sms} of {launch.total} programs of {launch.name} are resident"
-                error.add_note(f"rank {launch.rank}: {resident}, but the deadlock would be the same if all were")
-            raise error
-        short = [h.launch for h in self.hosts if h.launch is not None and h.launch.next < h.launch.total]
-        short = [launch for launch in short if launch.running and not self.hosts[launch.rank].slots]
-        if not short or self.lost or sum(launch.total for launch in short) > MOST_TRIED:
-            raise self._too_few(short[0], spinning) if short and not self.lost else self._deadlock(spinning)
-        self.trial = Trial(short, self._too_few(short[0], spinning), len(self.findings))
-        for launch in short:
-            self.hosts[launch.rank].slots += range(self.sms, self.sms + launch.total - launch.next)
-            self._fill(launch)
-
-    def _ended_trial(self) -> Exception:
-        """The error that began the trial: the programs go on if more of them are resident."""
-        assert self.trial is not None
-        del self.findings[self.trial.findings :]
-        return self.trial.error
-
-    def _too_few(self, launch: Launch, spinning: list[Task]) -> TooFewResident:
-        return TooFewResident.waiting(launch.rank, launch.name, launch.total, self.sms, self._waits(spinning))
-
-    def _waits(self, spinning: list[Task]) -> list[Waiting]:
-        waits = [t.blocked.waiting() for tasks in self.waiting.values() for t in tasks]
-        waits += [self.device.spinning(t) for t in spinning if not t.is_host]
-        return sorted(waits, key=lambda w: (w.rank, w.program))
-
-    def _deadlock(self, spinning: list[Task]) -> Exception:
-        waits = self._waits(spinning)
-        lose = self.faults.lose
-        if self.lost and lose is not None and lose.dies:
-            survivor = next((w.rank for w in waits if w.rank != lose.rank), (lose.rank + 1) % self.size)
-            during = f"launch {waits[0].launch} of {waits[0].kernel}" if waits else "host code"
-            lost = PeerLost.exited(survivor, {lose.rank: f"died at step {lose.step}"}, during)
-            lost.add_note(str(Deadlock.among(waits)))
-            return lost
-        blocked = any(host.call for host in self.hosts)
-        if blocked and (mismatch := self._planned_on_some(waits)) is not None:
-            return mismatch
-        error = Deadlock.among(waits, self.whereabouts() if blocked else None)
-        finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
-        if finished and not blocked:
-            error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
-        if self.lost:
-            error.add_note(str(lose))
-        return error
-
-    def _planned_on_some(self, waits: list[Waiting]) -> CollectiveMismatch | None:
-        """The error if some ranks make the first call of an operator, and wait to compare it, while others wait in a
-        launch that those have not made: a call which they made before, and so do not compare."""
-        for (among, _), meeting in self.meetings.items():
-            values = meeting.values.items()
-            first = {r: call_text(what, value) for r, (value, what) in values if what.startswith(FIRST_CALL)}
-            ahead = {w.rank: w for w in waits if w.rank in among and w.rank not in meeting.values}
-            most = max((self.hosts[rank].launches for rank in first), default=0)
-            if not first or not ahead or any((w.launch or 0) <= most for w in ahead.values()):
-                continue
-            places = self.whereabouts()
-            said = {rank: f"{call} {places[rank]}" for rank, call in first.items()}
-            for rank, wait in ahead.items():
-                launch = self.hosts[rank].launch
-                call, line = launch.call if launch is not None else ("host code", None)
-                at = f" at {line}" if line is not None else ""
-                where = f"launch {wait.launch} of {wait.kernel}"
-                said[rank] = f"{call}{at}, a call that it made before, and waits in {where}"
-            return CollectiveMismatch.calls(said)
-        return None
 
     def _failed(self, task: Task, error: Exception) -> Exception:
         """The error itself if it is one of pkt's, else RankFailed with the rank's traceback."""

@@ -8,12 +8,13 @@ import numpy as np
 import triton.language as tl
 
 from pkt import errors
+from pkt.simulate import findings
 from pkt.simulate.accesses import mask_of
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.builder import np_dtype
+from pkt.simulate.constants import new_tensor
 from pkt.simulate.detector import accessed
 from pkt.simulate.numerics import BITS, decode, encode
-from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 VECTORS = ("bf16", "fp16", "fp32")  # element types reduced 16 bytes at a time; every type is stored 16 bytes at a time
@@ -96,5 +97,5 @@ class Multimem(Atomics):
             region = space.holding(first)
             tensor = "an address" if region is None else f"rank {region.rank}'s {region.element(first)}"
             access = accessed(self.m.current, "multimem access", f"{tensor}, not in the multicast window", site())
-            raise errors.OutOfBounds.outside(access, "give it multicast(ptr, world) of a symmetric tensor")
+            raise findings.OutOfBounds.outside(access, "give it multicast(ptr, world) of a symmetric tensor")
         return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from pkt.errors import CollectiveMismatch, DataRace, FarAccess, HeapFull, LostSignal, PktError, Unsupported
+from pkt.errors import CollectiveMismatch, HeapFull, LostSignal, PktError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
 from pkt.runtime.world import World
+from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
 from pkt.simulate.sites import site
+from pkt.simulate.standstill import whereabouts
 from pkt.simulate.turns import turn
 from pkt.trace import Timeline
 from pkt.wording import call_text
@@ -80,7 +82,7 @@ class SimulatedRank:
         among = among or tuple(range(self.size))
         brought = self.machine.meet(value, what, among)
         if len({name for _, name in brought}) > 1:
-            places = self.machine.whereabouts()
+            places = whereabouts(self.machine)
             said = {r: f"{call_text(name, value)} {places[r]}" for r, (value, name) in zip(among, brought)}
             raise CollectiveMismatch.calls(said)
         return [value for value, _ in brought]

@@ -17,7 +17,7 @@ from typing import Any
 
 PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to its victim
 LINGERING = 0.5  # how often a program with pending stores stops after an atomic
-WITHHOLDING = 0.75  # how often it stops once more behind a buffered atomic
+WITHHOLDING = 0.75  # how often it stops once more after a buffered atomic
 HOLDING = 0.97  # how often a buffered atomic stays so where a store would become visible
 POLICIES = ("adversarial", "random", "late atomics", "adversarial", "uniform", "late atomics")  # by seed
 
@@ -76,7 +76,7 @@ class Schedule:
         return self._random.random() < LINGERING
 
     def withholds(self) -> bool:
-        """Whether a program stops once more behind an atomic that is buffered."""
+        """Whether a program stops once more after an atomic that is buffered."""
         return self._random.random() < WITHHOLDING
 
     def choose(self, count: int) -> int:

@@ -16,6 +16,7 @@ from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
+from pkt.simulate.constants import SCALAR, constant, follows, integer, new_tensor
 from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.numerics import decode, encode, to_half
 from pkt.simulate.sites import site
@@ -28,132 +29,6 @@ _EXACT = 1 << 24  # integers up to here are exact in fp32
 _WORDS = frozenset({"uint16", "uint32", "uint64"})
 _RANGE = {name: (-limit, limit) for name, limit in _LIMIT.items()} | {n: (0, 1 << int(n[4:])) for n in _WORDS}
 
-_SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
-_ONE = core.constexpr(1)
-_shapes: dict[tuple, tuple[Any, Any]] = {_SCALAR: (_SCALAR, _ONE)}
-_blocks: dict[tuple, tl.dtype] = {}
-
-
-def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-    """`tl.tensor.__init__`, except that all tensors of one shape share the shape's objects."""
-    shape = tuple(type.shape) if type.is_block() else ()
-    known = _shapes.get(shape)
-    if known is None:
-        known = _shapes[shape] = (
-            core.tuple([core.constexpr(n) for n in shape]),
-            core.constexpr(int(np.prod(shape, dtype=np.int64))),
-        )
-    self.handle = handle
-    self.type, self.dtype = type, type.scalar
-    self.shape, self.numel = known
-
-
-def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
-    """The tensor of `data` with elements `ty`, in a third of the time that Triton's two constructors take."""
-    handle = _make_handle(TensorHandle)
-    handle.data, handle.dtype, handle.attr = data, ty, {}
-    tensor = _make_tensor(tl.tensor)
-    tensor.handle = handle
-    tensor.dtype = ty
-    if scalar:
-        tensor.type = ty
-        tensor.shape, tensor.numel = _SCALAR, _ONE
-    else:
-        shape = data.shape
-        tensor.type = block(ty, shape)
-        known = _shapes.get(shape)
-        if known is None:
-            tensor_init(tensor, handle, tensor.type)
-        else:
-            tensor.shape, tensor.numel = known
-    return tensor
-
-
-_make_handle, _make_tensor = TensorHandle.__new__, tl.tensor.__new__
-
-
-# -- constants ------------------------------------------------------------------------------------------------------
-# A program's index, its integer arguments, its ramps and what follows from them alone are the same in every schedule. A
-# constant keeps the results of operations on it in `results`: operation and operand -> (result, operand). Operands are
-# told apart by identity, and kept so that no other object gets theirs. Other tensors have None there (see
-# pkt.simulate.interpreter). No operation writes into a tensor's array; numpy refuses it for constants.
-
-_LARGEST = 4096  # elements of a constant
-_MOST = 1 << 21  # elements of all constants, 16 MiB, after which they are made anew; running programs keep theirs
-_AROUND = 128  # elements that take as much memory as the objects of a constant
-_roots: dict[Any, tl.tensor] = {}
-_results: list[dict] = []  # of all constants
-_elements = 0
-
-
-def _keep(made: Any) -> bool:
-    """Make `made` a constant, unless it is too large; return whether it is one."""
-    global _elements
-    if type(made) is not tl.tensor or made.handle.data.size > _LARGEST:
-        return False
-    if made.results is None:
-        if _elements > _MOST:
-            for results in _results:  # constants may hold each other in a circle
-                results.clear()
-            _results.clear()
-            _roots.clear()
-            _elements = 0
-        _elements += made.handle.data.size + _AROUND
-        made.handle.data.flags.writeable = False
-        made.results = {}
-        _results.append(made.results)
-    return True
-
-
-def _follows(results: dict, key: Any, made: Any, operand: Any = None) -> Any:
-    """`made`, the result for `key` of an operation on the constant that has `results`."""
-    if _keep(made):
-        results[key] = made, operand
-    return made
-
-
-def constant(key: Any, make: Callable[[], tl.tensor]) -> tl.tensor:
-    """The tensor `make()`, which depends on `key` alone."""
-    known = _roots.get(key)
-    if known is None:
-        known = make()
-        if _keep(known):
-            _roots[key] = known
-    return known
-
-
-def integer(value: int, ty: tl.dtype) -> tl.tensor:
-    """The scalar `value` of an integer type."""
-    return constant((ty.name, value), lambda: new_tensor(np.array([value], ty.name), ty, True))
-
-
-def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
-    """The block type of `shape` elements of `ty`."""
-    key = (ty.name, shape)
-    known = _blocks.get(key)
-    if known is None:
-        known = _blocks[key] = tl.block_type(ty, list(shape))
-    return known
-
-
-def block_init(slow: Callable) -> Callable:
-    """`tl.block_type.__init__`, except that all blocks of one type and shape share their parts."""
-    known: dict[tuple, dict[str, Any]] = {}
-
-    def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
-        key = (element_ty.name, _integers(shape)) if type(element_ty) is tl.dtype else None
-        parts = known.get(key) if key is not None and key[1] is not None else None
-        if parts is not None:
-            vars(self).update(parts)
-            return
-        slow(self, element_ty, shape)
-        if key is not None and key[1] is not None:
-            known[key] = dict(vars(self))
-
-    return init
-
-
-_INT = frozenset({int})
 _WITH_NO_VALUE = frozenset({int, tl.tensor, type(None)})
 
 
@@ -165,32 +40,6 @@ def unwrapped(slow: Callable) -> Callable:
         return o.value if kind is core.constexpr else o if kind in _WITH_NO_VALUE else slow(o)
 
     return call
-
-
-def tuple_types(slow: Callable) -> Callable:
-    """The type of a `tl.tuple`, made once for the integers that it holds; most tuples are shapes."""
-    known: dict[tuple, Any] = {}
-
-    def call(values: Any, fields: Any = None) -> Any:
-        key = _integers(values) if fields is None else None
-        if key is None:
-            return slow(values, fields)
-        if key not in known:
-            known[key] = slow(values, fields)
-        return known[key]
-
-    return call
-
-
-def _integers(values: Any) -> tuple[int, ...] | None:
-    """The integers, or constants of integers, in a sequence; None if it has other values."""
-    found = tuple([v.value if type(v) is core.constexpr else v for v in values])
-    return found if _INT.issuperset(map(type, found)) else None
-
-
-def block_like(self: tl.block_type, ty: tl.dtype) -> tl.dtype:
-    """`tl.block_type.with_element_ty`, and `to_ir`, which here is the type itself."""
-    return block(ty, tuple(self.shape))
 
 
 def np_dtype_of(slow: Callable) -> Callable:
@@ -257,7 +106,7 @@ def binary(name: str, slow: Callable) -> Callable:
         else:
             return compute(self, other)
         known = results.get(key)
-        return known[0] if known is not None else _follows(results, key, compute(self, other), other)
+        return known[0] if known is not None else follows(results, key, compute(self, other), other)
 
     def compute(self: tl.tensor, other: Any) -> Any:
         kind, ty = type(other), self.dtype
@@ -266,8 +115,8 @@ def binary(name: str, slow: Callable) -> Callable:
             kind = type(other)
         is_tensor = kind is tl.tensor
         mine = self.shape
-        its = other.shape if is_tensor else _SCALAR
-        if mine is not its and mine is not _SCALAR and its is not _SCALAR and len(mine) != len(its):
+        its = other.shape if is_tensor else SCALAR
+        if mine is not its and mine is not SCALAR and its is not SCALAR and len(mine) != len(its):
             return slow(self, other)
         left: Any = self.handle.data
         right: Any
@@ -289,7 +138,7 @@ def binary(name: str, slow: Callable) -> Callable:
         out = op(left, right)
         if compares:
             ty = tl.int1
-        return new_tensor(out, ty, mine is _SCALAR and its is _SCALAR)
+        return new_tensor(out, ty, mine is SCALAR and its is SCALAR)
 
     return call
 
@@ -314,7 +163,7 @@ def pure(name: str, slow: Callable) -> Callable:
             else:
                 return slow(*args)
         known = first.results.get(tuple(key))
-        return known[0] if known is not None else _follows(first.results, tuple(key), slow(*args), args)
+        return known[0] if known is not None else follows(first.results, tuple(key), slow(*args), args)
 
     return call
 
@@ -323,7 +172,7 @@ def where(slow: Callable) -> Callable:
     """`tl.where` of blocks of one shape, and of numbers."""
 
     def call(condition: Any, x: Any, y: Any) -> Any:
-        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.shape is not _SCALAR:
+        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.shape is not SCALAR:
             typed = x if type(x) is tl.tensor else y
             if type(typed) is tl.tensor:
                 left, right = (_operand(v, typed.dtype, condition.shape) for v in (x, y))
@@ -381,7 +230,7 @@ def getitem(slow: Callable) -> Callable:
         known = results.get(name)
         if known is not None:
             return known[0]
-        return _follows(results, name, new_tensor(self.handle.data[index], self.dtype, False))
+        return follows(results, name, new_tensor(self.handle.data[index], self.dtype, False))
 
     return call
 
@@ -415,17 +264,17 @@ def cast(slow: Callable) -> Callable:
                 if have == wanted:
                     return input
                 if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
-                    return new_tensor(data.view(_BITS[wanted]), dtype, input.shape is _SCALAR)
+                    return new_tensor(data.view(_BITS[wanted]), dtype, input.shape is SCALAR)
                 if bitcast is False and have in _WIDTH and wanted in _WIDTH:
                     results = input.results
                     known = None if results is None else results.get(wanted)
                     if known is not None:
                         return known[0]
-                    made = new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
-                    return made if results is None else _follows(results, wanted, made)
+                    made = new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is SCALAR)
+                    return made if results is None else follows(results, wanted, made)
                 rounded = _ROUNDED.get((have, wanted))
                 if bitcast is False and rounded is not None:
-                    return new_tensor(rounded(data), dtype, input.shape is _SCALAR)
+                    return new_tensor(rounded(data), dtype, input.shape is SCALAR)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
                 return integer(input, dtype)
         return slow(input, dtype, fp_downcast_rounding, bitcast)
@@ -437,7 +286,7 @@ def join(slow: Callable) -> Callable:
     """`tl.join` of two blocks of one shape and type."""
 
     def call(a: Any, b: Any) -> Any:
-        if type(a) is type(b) is tl.tensor and a.shape is b.shape is not _SCALAR and a.dtype.name == b.dtype.name:
+        if type(a) is type(b) is tl.tensor and a.shape is b.shape is not SCALAR and a.dtype.name == b.dtype.name:
             return new_tensor(np.stack([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
         return slow(a, b)
 
@@ -475,7 +324,7 @@ def peer(slow: Callable, builder: Any) -> Callable:
                 if _number(world.team):
                     distance = _in_team(builder.pkt.m.space, to, here, distance, world)
                 data = ptr.handle.data + np.uint64(distance % (1 << 64))
-                return new_tensor(data, ptr.dtype, ptr.shape is _SCALAR)
+                return new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
         return slow(ptr, rank, world)
 
     return call
@@ -494,7 +343,7 @@ def _number(x: Any) -> int | None:
     """The value of one integer (a Python int, a constexpr or a scalar tensor), or None."""
     if type(x) is core.constexpr:
         x = x.value
-    if type(x) is tl.tensor and x.shape is _SCALAR and x.dtype.name in INTEGERS:
+    if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS:
         return int(x.handle.data.item())
     return x if type(x) is int else None
 
@@ -542,7 +391,7 @@ def load(slow: Callable, builder: Any) -> Callable:
             if ty.is_int():
                 return slow(pointer, mask, other)
         handle = builder._load(pointer.handle, None if mask is None else mask.handle, fill, False)
-        return new_tensor(handle.data, ty, pointer.shape is _SCALAR)
+        return new_tensor(handle.data, ty, pointer.shape is SCALAR)
 
     return call
 

@@ -67,7 +67,7 @@ def unused() -> bool:
 
 @functools.cache
 def _following(code: Any, at: int) -> str:
-    """The name of the instruction behind the one at offset `at`."""
+    """The name of the instruction after the one at offset `at`."""
     return next((i.opname for i in dis.get_instructions(code) if i.offset > at), "")
 
 

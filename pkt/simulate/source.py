@@ -25,8 +25,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 
 from pkt.simulate.builder import Builder
+from pkt.simulate.constants import integer
 from pkt.simulate.loops import POLL, Source, value_of
-from pkt.simulate.shortcuts import integer
 
 
 class _Format(str):

@@ -60,7 +60,7 @@ class Task:
     loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
     looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
     strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
-    fenced: bool = False  # a fence lies behind some of its buffered atomics: its next write comes after those
+    fenced: bool = False  # a fence follows some of its buffered atomics: its next write comes after those
     far: list[Any] = field(default_factory=list)  # its calls to other nodes since the last quiet
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
     aside: Any = None  # of host code: the thread in which it is in a backward pass, see pkt.simulate.engine
@@ -138,7 +138,7 @@ class Host:
         self.far: dict[int, dict[int, int]] = {}  # program index -> columns of its far puts -> clock of the last one
         self.launches = 0
         self.launch: Launch | None = None  # the one that runs
-        self.queue: deque[Launch] = deque()  # those behind it
+        self.queue: deque[Launch] = deque()  # the launches after it
         self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
         self.finished_at = 0.0
         self.watched = False  # it holds plain tensors over other ranks' memory

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import Operator
 from pkt.model.gpu import Gpu
-from pkt.wording import dtype_text, size_text
+from pkt.wording import dtype_text, rendered, size_text
 
 CALL = "pkt.explain"
 
@@ -57,9 +56,7 @@ class Copies:
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, Text(self._saved()))
 
     def __str__(self) -> str:
-        console = Console(width=120, file=io.StringIO(), record=True, force_jupyter=False)
-        console.print(self)
-        return console.export_text().rstrip()
+        return rendered(self, 120)
 
     def __repr__(self) -> str:
         return f"Copies({self.operator.name}: {self.plain.nbytes} bytes for plain tensors)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.collectives import Copies, copies
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
-from pkt.wording import dtype_text
+from pkt.wording import dtype_text, rendered
 
 CALL = "pkt.explain"
 SIMULATED = "simulated"
@@ -78,9 +77,7 @@ class Explanation:
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
 
     def __str__(self) -> str:
-        console = Console(width=120, file=io.StringIO(), record=True, force_jupyter=False)
-        console.print(self)
-        return console.export_text().rstrip()
+        return rendered(self, 120)
 
     def __repr__(self) -> str:
         return f"Explanation({self.operator.name}: {self.config})"

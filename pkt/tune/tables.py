@@ -25,7 +25,7 @@ from pkt.wording import dtype_text
 
 FARTHEST = 1.5
 """Most doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`:
-half-way between two sizes of which one is twice the other."""
+half-way between a size and its double."""
 
 AXES = ("M", "N", "K")
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.operator import Case, Operator
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import Operator
 from pkt.kernels.shared.checks import FLOATS
 from pkt.language.inspect import count_markers
 from pkt.runtime.world import World

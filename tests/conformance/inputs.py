@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 import pkt
-from pkt.kernels.declaration import letter_of
-from pkt.kernels.operator import Call, Case, Form, Operator
+from pkt.kernels.declaration import Call, Case, Form, letter_of
+from pkt.kernels.operator import Operator
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # unit roundoff
 TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}  # half the least subnormal

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pkt.kernels.operator import Case, Operator, operators
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import Operator, operators
 from pkt.simulate.faults import Mutant
 from pkt.simulate.run import execute
 from tests.conformance import checks

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.operator import Case, Operator, operators
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import Operator, operators
 from pkt.runtime.gpu.sharing import may_share
 from tests.conformance import checks, inputs
 from tests.gpu.run import FOUND, Batch, on_ranks, unless_possible

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from pkt.kernels import agreement, operator
+from pkt.kernels import agreement, choosing, operator
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
@@ -90,7 +90,9 @@ class Kernel:
 
 
 class World(SimpleNamespace):
-    """Stands for a world."""
+    """Stands for a world of one node."""
+
+    nodes = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -140,7 +142,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         handed_in=None,
         capturing=False,
         kernels=kernels,
-        backend=SimpleNamespace(gpu="NVIDIA H200"),
+        backend=SimpleNamespace(gpu="NVIDIA H200", exchange=lambda value, what: [value] * size),
         group="of torch",
         span=range(0),
     )
@@ -149,7 +151,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 def pass_for_h200s(compiling: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """The fixture `h200s`: operators take CPU tensors for tensors of a GPU."""
 
-    monkeypatch.setattr(operator, "_advice", [lambda operator, key, world: world.tuned.get(operator.name, {})])
+    monkeypatch.setattr(choosing, "_advice", [lambda operator, key, world: world.tuned.get(operator, {})])
     monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(checks, "check_tensor", lambda call, name, tensor, world, **_: None)

@@ -9,7 +9,7 @@ import torch
 
 import pkt
 from pkt.kernels import gradients
-from pkt.kernels.all_gather_matmul import plain
+from pkt.kernels.all_gather_matmul import host
 
 from .helpers import on_ranks
 
@@ -33,7 +33,7 @@ def exact(world: Any, tensors: list[torch.Tensor], shard: str) -> list[torch.Ten
 @pytest.mark.parametrize(("ranks", "k"), [(2, 8), (3, 7)])
 @pytest.mark.parametrize("shard", ["rows", "columns"])
 def test_gradients(shard: str, ranks: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "all_gather", None)  # the backward pass gathers nothing
+    monkeypatch.setattr(host, "all_gather", None)  # the backward pass gathers nothing
 
     grads: dict[int, list[bool]] = {}
 

@@ -13,7 +13,8 @@ import torch
 
 import pkt
 from pkt.kernels.all_gather_matmul import all_gather_matmul, reference
-from pkt.kernels.all_gather_matmul.plain import OPERATOR, Keywords, push_kernel
+from pkt.kernels.all_gather_matmul.host import OPERATOR, Keywords
+from pkt.kernels.all_gather_matmul.plain import push_kernel
 from pkt.kernels.operator import Operator
 from pkt.kernels.several import side_by_side
 from pkt.language.inspect import compile_only, count_markers

@@ -245,7 +245,7 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         )
         refused("SequenceParallel on MLP, inside which modules have.*: plan the norms", "mlp", SequenceParallel())
         hooked = lambda m: m.mlp.up.register_forward_hook(print)  # noqa: E731
-        refused("a module with hooks: add hooks behind", "mlp.up", ColwiseParallel(), hooked)
+        refused("a module with hooks: add hooks after", "mlp.up", ColwiseParallel(), hooked)
         twice = lambda m: pkt.parallelize(m, world, {"mlp.up": ColwiseParallel()})  # noqa: E731
         with pytest.raises(pkt.Unsupported, match="module 'mlp.up': found PlannedColumn, which is parallel already"):
             twice(twice(model()))

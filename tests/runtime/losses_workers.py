@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pkt.errors import RankFailed
-from pkt.runtime.workers import carry, pipe, worker, workers
+from pkt.runtime.workers import answers, carry, pipe, worker, workers
 
 from . import forked, processes
 from .losses import DEADLINE, GRACE, Loss, Steps
@@ -150,5 +150,5 @@ def _judged(loss: Loss, end: forked.End, at: float) -> str:
     else:
         assert loss.protocol == "answer", what
         return ""
-    late = ended - at - DEADLINE - GRACE - workers.GRACE  # the caller's own, after the ranks'
+    late = ended - at - DEADLINE - GRACE - answers.GRACE  # the caller's own, after the ranks'
     return f"{late:.1f} s late" if late > 0 else ""

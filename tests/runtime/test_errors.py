@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from pkt import errors, wording
+from pkt.simulate import findings
 from pkt.wording import Access, Waiting
 
 WAIT = Waiting(
@@ -25,17 +26,20 @@ BUILT = {
     ): "rank 2: all_gather program 1 waits on flags[7] of rank 1 at k.py:9 after 30.0 s: "
     "wanted >= 3, found 2, launch 41",
     errors.WaitTimeout.rendezvous(0, "barrier", 2.5, [1, 3]): "rank 0: barrier waits for rank 1, rank 3 after 2.5 s",
-    errors.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
-    errors.Deadlock.among([WAIT]): "deadlock: 1 program waits and nothing can move",
-    errors.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
+    findings.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
+    findings.Deadlock.among([WAIT]): "deadlock: 1 program waits and nothing can move",
+    findings.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
+    findings.TooFewResident.waiting(1, "k", 5, 1): "but only 1 is resident, and it waits for the others",
     errors.GridTooLarge.resident(
         "k", 264, 132, 1
     ): "k: grid 264 > 132 resident programs (132 SMs x 1): lower the grid or num_stages",
-    errors.DataRace.between(ACCESS, ACCESS, "x"): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
-    errors.StaleFlag.found(WAIT, 40): "written in launch 40",
-    errors.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
+    findings.DataRace.between(
+        ACCESS, ACCESS, "x"
+    ): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
+    findings.StaleFlag.found(WAIT, 40): "written in launch 40",
+    findings.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
     errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",
-    errors.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
+    findings.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
     errors.LostSignal.unread(0, "flags[1]", 4, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
     errors.LostSync.compiled("k", "wait", 2, 1): "k: 2 wait in the source, 1 in the PTX",
     errors.LostSync.specialized("k", "wait", 1): "k: 1 wait inside tl.range(warp_specialize=True)",

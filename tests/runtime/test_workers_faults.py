@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pkt.errors import RankFailed, Unsupported
+from pkt.runtime.workers import answers
 from pkt.runtime.workers import workers as module
 from pkt.runtime.workers.workers import Workers
 
@@ -27,7 +28,7 @@ SOCKETS = 1100  # more than the 1,024 descriptors that select takes
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(module, "GRACE", 0.3)
+    monkeypatch.setattr(answers, "GRACE", 0.3)
 
 
 @pytest.fixture(scope="module")

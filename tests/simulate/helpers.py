@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import pkt
-from pkt.errors import DataRace
+from pkt.simulate.findings import DataRace
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import Outcome, execute
 from pkt.simulate.turns import turn

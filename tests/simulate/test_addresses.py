@@ -11,11 +11,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import (
-    OutOfBounds,
-    SignalIndexError,
-    UseAfterFree,
-)
+from pkt.errors import SignalIndexError, UseAfterFree
+from pkt.simulate.findings import OutOfBounds
 from tests.simulate.helpers import failures, outcome
 
 SEEDS = range(6)

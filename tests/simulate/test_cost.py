@@ -14,7 +14,7 @@ import torch
 
 import pkt
 from benchmarks.simulator import locked, ring, small, spinning
-from pkt.simulate import shortcuts
+from pkt.simulate import constants
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import execute
 from tests.simulate.helpers import HEAP
@@ -80,17 +80,17 @@ def test_constants_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second schedule makes no new constant, and finds the results of the first."""
     with interpreting():
         execute(small, 4, heap=HEAP, sms=8, seed=1)
-        before = shortcuts._elements
+        before = constants._elements
         execute(small, 4, heap=HEAP, sms=8, seed=2)
-        assert shortcuts._elements == before
-        monkeypatch.setattr(shortcuts, "_MOST", 0)  # as if too many were kept
+        assert constants._elements == before
+        monkeypatch.setattr(constants, "_MOST", 0)  # as if too many were kept
         execute(small, 4, heap=HEAP, sms=8, seed=3)
         execute(small, 4, heap=HEAP, sms=8, seed=3)
 
 
 def test_nothing_writes_into_a_constant() -> None:
     def main(world: pkt.World) -> None:
-        one = shortcuts.integer(1, shortcuts.tl.int32)
+        one = constants.integer(1, constants.tl.int32)
         with pytest.raises(ValueError, match="read-only"):
             one.handle.data[0] = 2
         assert torch.equal(torch.ones(1), torch.ones(1))

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import pkt
-from pkt.errors import Deadlock, Unsupported
+from pkt.errors import Unsupported
 from pkt.simulate import cost
+from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import HEAP, line_of, run
 
 

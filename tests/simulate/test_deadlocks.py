@@ -12,11 +12,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import (
-    Deadlock,
-    GridTooLarge,
-    TooFewResident,
-)
+from pkt.errors import GridTooLarge
+from pkt.simulate.findings import Deadlock, TooFewResident
 from tests.simulate.helpers import failures, line_of, outcome
 
 SEEDS = range(6)
@@ -183,6 +180,19 @@ def test_a_collective_that_ranks_leave_out_is_named_with_its_line(call: Any) -> 
     assert "rank 2: has returned" in str(error)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_line_of_a_rank_that_has_returned_is_that_of_its_operator(seed: int) -> None:
+    def main(world: Any) -> None:
+        for _ in range(2 - world.rank):
+            pkt.all_reduce(torch.ones(4))
+        if world.rank:
+            world.barrier()
+
+    error = outcome(main, 2, seed).error
+    line = main.__code__.co_firstlineno + 2
+    assert f"rank 0: in the launch of one_shot_kernel at test_deadlocks.py:{line}" in str(error)
+
+
 def test_different_collectives_are_named_with_their_lines() -> None:
     def main(world: Any) -> None:
         world.barrier() if world.rank else world.broadcast(3)
@@ -338,7 +348,7 @@ def test_the_cause_that_is_named_is_one_that_mends_the_program(spin: bool) -> No
             assert isinstance(error, Deadlock)
             assert not isinstance(error, TooFewResident)
             assert [(w.rank, w.program[0]) for w in error.waits] == [(0, i) for i in range(8)]
-            assert "only 4 of 8 programs of forgets are resident" in "".join(error.__notes__)
+            assert "4 of 8 programs of forgets fit at once; if all did, the deadlock would" in "".join(error.__notes__)
 
 
 def test_a_cooperative_launch_is_refused_before_it_starts() -> None:

@@ -12,8 +12,9 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace, OutOfBounds, UseAfterFree
+from pkt.errors import UseAfterFree
 from pkt.simulate.explore import simulate
+from pkt.simulate.findings import DataRace, OutOfBounds
 from pkt.simulate.memory import Pending, Region, Scattered, Strided
 from pkt.simulate.schedule import Schedule
 from tests.simulate.helpers import assert_right, line_of, outcome

@@ -22,8 +22,9 @@ from triton.runtime.jit import JITFunction
 
 import pkt
 import pkt.language as pl
-from pkt.errors import CompileError, Deadlock, RankFailed
+from pkt.errors import CompileError, RankFailed
 from pkt.runtime import world as worlds
+from pkt.simulate.findings import Deadlock
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.source import builder
 from pkt.simulate.turns import turn

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace, Deadlock, PeerLost, ShapeError
+from pkt.errors import PeerLost, ShapeError
 from pkt.simulate.command import main
 from pkt.simulate.explore import Report, simulate
 from pkt.simulate.faults import Faults, Loss, Mutant
+from pkt.simulate.findings import DataRace, Deadlock
 from pkt.simulate.machine import Machine
 from tests.simulate.helpers import failures, line_of, outcome
 from tests.simulate.test_races import gather_main, send_main

@@ -12,12 +12,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import (
-    CollectiveMismatch,
-    Deadlock,
-    LostSignal,
-    RankFailed,
-)
+from pkt.errors import CollectiveMismatch, LostSignal, RankFailed
+from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, line_of, outcome
 
 SEEDS = range(6)

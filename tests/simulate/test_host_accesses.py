@@ -12,7 +12,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace
+from pkt.simulate.findings import DataRace
 from tests.simulate.helpers import failures
 
 SEEDS = range(5)  # every policy

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import OutOfBounds
+from pkt.simulate.findings import OutOfBounds
 from tests.simulate.helpers import outcome
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pkt
-from pkt.errors import OutOfBounds, RankFailed
+from pkt.errors import RankFailed
+from pkt.simulate.findings import OutOfBounds
 from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided
 from tests.simulate.helpers import assert_same, run
 

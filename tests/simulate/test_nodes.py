@@ -16,8 +16,9 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace, FarAccess, MissingQuiet, NotSymmetric, OvertakenPut, RankError, ShapeError, Unsupported
+from pkt.errors import NotSymmetric, RankError, ShapeError, Unsupported
 from pkt.simulate.faults import Faults
+from pkt.simulate.findings import DataRace, FarAccess, MissingQuiet, OvertakenPut
 from tests.simulate.helpers import HEAP, failures, line_of, outcome
 
 WORLDS = [(4, 2), (8, 4), (8, 2)]  # ranks and node_size: 2 x 2, 2 x 4 and 4 x 2
@@ -431,7 +432,7 @@ def wrong(x, y, local, counter, nbytes, peer, world, HOW: tl.constexpr):
         ("plain target", 16, 2, NotSymmetric, "dst must .* found local, a plain tensor"),
         ("moved", 16, 2, NotSymmetric, "found an address of rank 1: give this rank's own"),
         ("bytes", 15, 2, ShapeError, "nbytes: found 15, wanted a multiple of the element's 4 bytes"),
-        ("bytes", 164, 2, pkt.errors.OutOfBounds, "out of bounds: far put of"),
+        ("bytes", 164, 2, pkt.OutOfBounds, "out of bounds: far put of"),
         ("bytes", 16, 4, RankError, "found rank 4, wanted an integer from 0 to 3"),
         ("data", 16, 2, pkt.errors.SignalIndexError, "wanted a counter of pkt.signals"),
     ],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace
+from pkt.simulate.findings import DataRace
 from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of, outcome
 
 # -- missing waits and signals ---------------------------------------------------------------------------------------

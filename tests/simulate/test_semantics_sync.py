@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import Deadlock
+from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, outcome
 
 SEEDS = (0, 1, 2, 3, 4, 6)

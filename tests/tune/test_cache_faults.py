@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels import choosing, declaration
 from pkt.kernels import operator as operators
 from pkt.model.config import Config
 from pkt.model.gpu import H200
@@ -212,10 +213,10 @@ def called():
 @pytest.fixture
 def tuned_on_cpu(monkeypatch):
     """Operators ask for tuned settings in the simulator, too."""
-    monkeypatch.setattr(operators.Call, "on_gpu", True)
+    monkeypatch.setattr(declaration.Call, "on_gpu", True)
 
     def give(settings):
-        monkeypatch.setattr(operators, "_advice", [lambda operator, key, world: settings])
+        monkeypatch.setattr(choosing, "_advice", [lambda operator, key, world: settings])
 
     return give
 
@@ -236,8 +237,8 @@ def test_a_form_that_needs_symmetric_operands_is_dropped_for_others(monkeypatch)
     forms = {**operator.forms, "lcsc": operator.forms["lcsc"]}
     forms["peers"] = replace(forms["lcsc"], symmetric=("a",), fits=lambda call: "")
     monkeypatch.setattr(operator, "forms", forms)
-    monkeypatch.setattr(operators.Call, "on_gpu", True)
-    monkeypatch.setattr(operators, "_advice", [lambda *_: {"mode": "peers"}])
+    monkeypatch.setattr(declaration.Call, "on_gpu", True)
+    monkeypatch.setattr(choosing, "_advice", [lambda *_: {"mode": "peers"}])
 
     def main(world):
         a = torch.ones(16, 16, dtype=torch.bfloat16)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 import pkt
 from pkt.cli import app
 from pkt.errors import DtypeError, ShapeError
+from pkt.kernels import choosing, staging
 from pkt.kernels import operator as registry
-from pkt.kernels import staging
 from pkt.kernels.declaration import Call
 from pkt.kernels.forecast import SAFE
 from pkt.kernels.operator import Operator
@@ -134,7 +134,7 @@ def test_choose_agrees_with_a_call(what, gluon, shape, dtype, monkeypatch):
         monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(Call, "on_gpu", True)
         monkeypatch.setattr(Operator, "_tuned", lambda self, call, key: {})
-        monkeypatch.setattr(registry, "gpu_of", lambda world, case: H200)
+        monkeypatch.setattr(choosing, "gpu_of", lambda world, case: H200)
         monkeypatch.setattr(unfused, "process_group", lambda world: None)
 
     def planned(self, call, form):

@@ -98,10 +98,6 @@ def recorded(times, world):
     return RecordedTimer(times)
 
 
-def config_of(what, M, size=4):
-    return next(s.best for s in tables.measured(OPERATORS[what]) if (s.key["M"], s.key["size"]) == (M, size))
-
-
 @pytest.mark.parametrize("what", MODELS)
 def test_a_measured_shape_gets_its_own_config(what):
     for search in tables.measured(OPERATORS[what]):

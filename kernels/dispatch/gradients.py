@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .gradients import Backward, Gradients, Recorded
-from .shared.checks import FLOATS
+from ..gradients import Backward, Gradients, Recorded
+from ..shared.checks import FLOATS
 
 
 def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:

@@ -24,14 +24,13 @@ from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.world import World
 
-from . import experts_gradients
-from .declaration import Call, Case, Form, Launch, Operand, integer
-from .dispatch import Dispatched
-from .dispatch.examples import some_rows, some_slots, some_weights
-from .dispatch.result import chunk_of
-from .operator import Operator
-from .shared.checks import FLOATS
-from .shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from ..declaration import Call, Case, Form, Launch, Operand, integer
+from ..operator import Operator
+from ..shared.checks import FLOATS
+from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from .examples import some_rows, some_slots, some_weights
+from .gradients import OF_DISPATCH_AGAIN
+from .result import Dispatched, chunk_of
 
 
 def reference(
@@ -254,10 +253,10 @@ def dispatch_again(
     num_comm_sms: int | None = None,
     world: World | None = None,
 ) -> Again:
-    """Other values of the tokens that `dispatch` has sent, on the same way, times the weights of the rows. Collective.
+    """Send other values of the tokens the way of `dispatch`; rows are multiplied by their weights. Collective.
 
-    x: (T, H), a row for each of this rank's tokens, of which H and dtype may be others than in `dispatch`. dispatched:
-    what `dispatch` has returned; `dispatched._replace(weights=torch.ones_like(dispatched.weights))` copies alone. y:
+    x: (T, H), a row for each of this rank's tokens; H and dtype may differ from those in `dispatch`. dispatched: what
+    `dispatch` has returned; with `dispatched._replace(weights=torch.ones_like(dispatched.weights))` rows are copied. y:
     (R, H) of x's dtype, or None. out: (R, H) of x's dtype for the rows; a new tensor where None. num_comm_sms: programs
     that send, while the others place what arrives. Returns `Again`: the rows, and in fp32 the product of each row of y
     with its token. The host waits for nothing, so a CUDA graph replays with other routing.
@@ -330,7 +329,7 @@ OPERATOR = Operator(
     },
     reference=reference,
     bound=bound,
-    backward=experts_gradients.OF_DISPATCH_AGAIN,
+    backward=OF_DISPATCH_AGAIN,
     private="t",
     most={"k": 16},
     always=True,

@@ -13,6 +13,8 @@ HEAD = """# Operators
 
 Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of
 ranks. The column "bytes" counts the bytes that leave each rank. [Gradients](inside-torch.md) are collective calls, too.
+A form that begins with "over nodes" is for worlds of several [nodes](scale-out.md), where no other form runs. N is the
+number of nodes. Such worlds run in the simulator only.
 `python -m benchmarks.reference > docs/operators.md` makes this page.
 [Add an operator](adding-an-operator.md)
 """
@@ -37,9 +39,10 @@ def section(operator: Operator) -> str:
 def forms(operator: Operator) -> list[tuple[str, ...]]:
     """The rows of the table of forms, with the head."""
     rows: list[tuple[str, ...]] = [("mode", "how", "bytes", "settings", "symmetric"), ("---",) * 5]
-    for mode, form in operator.forms.items():
+    for mode, form in (operator.forms | operator.across).items():
+        how = f"over nodes: {form.how}" if mode in operator.across else form.how
         moves = form.moves.replace("|", "\\|")
-        rows.append((f"`{mode}`", form.how, moves, names(form.settings), names(form.symmetric)))
+        rows.append((f"`{mode}`", how, moves, names(form.settings), names(form.symmetric)))
     return rows
 
 

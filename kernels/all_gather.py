@@ -5,8 +5,10 @@ pull: each rank loads every rank's `x` into its own `out`.
 copy: push by the copy engines, a copy a peer (see shared.copies): for shards of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and `out` need not be
     symmetric. For shards that are small, of elements of 16 or 32 bits.
+nodes: the only form in a world of several nodes: over the network along the rail, then load from the ranks of the node,
+    see shared.nodes. It has run in the simulator only.
 
-In all of them (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
+In the others (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
 shard goes straight to its place (see shared.runs): no transposed copy. Programs of one index on all ranks meet in two
 barriers, except in low_latency.
 """
@@ -27,7 +29,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, runs
+from .shared import copies, flagged, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -84,7 +86,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -98,7 +100,8 @@ def all_gather(
     may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * (size - 1) times
-    x's bytes, rounded up to a power of two, each power once and with all_reduce; the others nothing for data. Raises
+    x's bytes, rounded up to a power of two, each power once and with all_reduce; nodes twice x's bytes for each node,
+    once for each size; the others nothing for data. Raises
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, mode, block), world)
@@ -151,6 +154,10 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.gather_launch(call.world, call["x"], run, call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.gather_launch(call.world, *runs.around(call["x"].shape, call["dim"]), call.dtype, call["block"])
+
+
 def own_place(call: Call) -> int | None:
     """The part of `out` that `x` may be."""
     rows = runs.around(call["x"].shape, call["dim"])[0]
@@ -186,6 +193,13 @@ OPERATOR = Operator(
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "over the network along its rail, then load from the ranks of the node",
+            "(N - 1) |x| over the network, (W - N) |x| in the node", fits=nodes.fits,
+            seconds=nodes_rules.gather_seconds, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     place=own_place,
@@ -199,5 +213,9 @@ OPERATOR = Operator(
         Case(shapes={"x": (4, 10)}, arguments={"mode": "low_latency"}, ranks=2, launches=3),
         Case(shapes={"x": (3, 1, 5)}, arguments={"dim": -2}, explore=False),
         Case(shapes={"x": ()}, explore=False),
+        # One piece, so that one program packs it and another sends it.
+        Case(shapes={"x": (2, 7)}, arguments={"mode": "nodes", "dim": 1}, ranks=4, node_size=2),
+        Case(shapes={"x": (37,)}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": (2, 3, 5)}, arguments={"mode": "nodes", "dim": 1}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

@@ -13,12 +13,14 @@ two_shot_push: as two_shot, but each rank stores its blocks into their owners' i
 copy: as two_shot, moved by the copy engines, see shared.copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
+nodes: the only form in a world of several nodes: reduce_scatter over nodes, then all_gather, see shared.nodes. Each
+    node's sums are rounded to the dtype. It has run in the simulator only.
 
-All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
-the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing documents
-what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet in
-barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
-program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
+The others add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks
+hold the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing
+documents what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet
+in barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block
+of a program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from .declaration import block as block_size
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copies, copy_reduce, flagged
+from .shared import copies, copy_reduce, flagged, nodes, nodes_rules
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -55,7 +57,9 @@ REST_BYTES = 1 << 20
 """Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
 
-Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+Mode = Literal[
+    "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "nodes"
+]  # fmt: skip
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -191,17 +195,18 @@ def all_reduce(
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
     x: bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or apart from it,
-    of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32 and rounded once;
-    "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the top of kernels/all_reduce.py
-    describes. None chooses by operands and size, see `default`. block: elements a program moves at a time, a power of
-    two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
-    shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Tensors may have any
-    strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
+    of x's shape and dtype; symmetric unless mode is a low-latency one, one_shot or nodes. op: "sum", in fp32 and
+    rounded once, over nodes twice; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the
+    top of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a program
+    moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at
+    most, REDUCE_CHUNKS of shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
+    once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * size times x's
     bytes, low_latency_two_shot 16 / 3 times, rounded up to a power of two, each power once and with all_gather;
     two_shot_push 2 * (size - 1) tiles a program for each size of tile and grid, as reduce_scatter; copy x's bytes less
-    a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    a part for each size of part; nodes 5 / node_size times x's bytes for each size. Raises NotSymmetric, ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
     out = x if out is None else out
     return OPERATOR((x, out), (op, mode, block, chunks), world)
@@ -310,6 +315,10 @@ def _by_copy_engines(call: Call, n: int) -> Launch:
     return copy_reduce.reduce_launch(call.world, n, call.dtype, call["op"], call["block"], call["chunks"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.reduce_launch(call.world, call["x"].numel(), call.dtype, call["op"], call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": all_reduce(call.grad.clone(memory_format=torch.contiguous_format), world=call.world)}
@@ -351,6 +360,13 @@ OPERATOR = Operator(
             "(1 + 1 / W) |x|", fits=_fits_switch, symmetric=("x", "out"), **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "reduce_scatter over nodes, then all_gather", "2 (N - 1) / W |x| over the network, "
+            "2 (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.reduce_seconds, roundings=lambda size: 2, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     in_place=True,
@@ -376,5 +392,10 @@ OPERATOR = Operator(
         Case(shapes={"x": ()}, explore=False),
         Case(shapes={"x": (333,)}, arguments={"mode": "low_latency_two_shot", "op": "min"}, explore=False),
         Case(shapes={"x": (13, 3)}, arguments={"mode": "two_shot_push", "op": "max"}, explore=False),
+        # One piece, so that one program packs it and another sends it.
+        Case(shapes={"x": (30,)}, arguments={"mode": "nodes"}, ranks=2, node_size=1, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "nodes"}, ranks=4, node_size=2, explore=False),
+        Case(shapes={"x": (3, 67)}, arguments={"mode": "nodes", "op": "min"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": (200,)}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

@@ -5,6 +5,8 @@ pull: each rank loads its parts from the ranks' `x`.
 copy: push by the copy engines, a copy a part (see shared.copies): for parts of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For small tensors, of elements of 16 or 32 bits.
+nodes: the only form in a world of several nodes: the ranks of a node collect what goes to one rank of another node, and
+    it crosses the network together, see shared.nodes. It has run in the simulator only.
 
 Axis `scatter` of x is split among the ranks, and what they sent is put together along axis `gather`. 0 and 0 is the
 plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, H, D): scatter=2, gather=1 goes from
@@ -33,7 +35,7 @@ from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, runs
+from .shared import copies, flagged, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -77,7 +79,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -86,13 +88,14 @@ def all_to_all(
     x: of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every rank. out:
     x's shape with axis `scatter` divided by size and then axis `gather` times size, of x's dtype, apart from x; a new
     tensor where None. mode: a form that the top of kernels/all_to_all.py describes. "push" and "copy" need a symmetric
-    `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see
-    `default`. block: elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x`
-    may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form
-    needs a symmetric one.
+    `out`, "pull" and "nodes" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and
+    size, see `default`. block: elements a program moves at a time, a power of two; none with "copy". Returns `out`,
+    complete; `x` may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied
+    where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency at most 8 / 3 times x's
-    bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for data. Raises
+    bytes, rounded up to a power of two, each power once and with all_gather; nodes 3 times x's bytes for each
+    size; the others nothing for data. Raises
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (scatter, gather, mode, block), world)
@@ -153,6 +156,11 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.exchange_launch(call.world, call["x"], together_x * run, together_out * run, call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    rows, run, *together = _layout(call)
+    return nodes.exchange_launch(call.world, rows, run, together, call.dtype, call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": all_to_all(call.grad, scatter=call["gather"], gather=call["scatter"], world=call.world)}
@@ -175,6 +183,14 @@ OPERATOR = Operator(
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "collect in the node what goes to a rank of another one, and send it together",
+            "(W - W / N) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.exchange_seconds,
+            **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     backward=Backward(backward, "`all_to_all`, `scatter` and `gather` exchanged"),
@@ -187,5 +203,11 @@ OPERATOR = Operator(
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "low_latency"} | TURNED, launches=3),
         Case(shapes={"x": "2 5 W*2 3"}, arguments={"scatter": 2, "gather": 1}, explore=False),
         Case(shapes={"x": "1 W*11 1 7"}, arguments={"scatter": -3, "gather": -1}, explore=False),
+        Case(shapes={"x": "3 W*6"}, arguments={"mode": "nodes"} | TURNED, ranks=4, node_size=2, sms=1),
+        Case(shapes={"x": "W*37"}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(
+            shapes={"x": "2 5 W*2 3"}, arguments={"mode": "nodes", "scatter": 2, "gather": 1}, ranks=8, node_size=4,
+            explore=False,
+        ),
     ),
 )  # fmt: skip

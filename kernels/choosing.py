@@ -13,6 +13,7 @@ import torch
 from pkt.errors import PktError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
+from pkt.model.network import Network, TwoLinks
 from pkt.runtime.memory.tensor import described
 from pkt.runtime.world import World
 from pkt.wording import dtype_text
@@ -45,14 +46,14 @@ class Choosing(Declared):
             mode = call.given.pop("mode", None)
             if mode is None and not call.given:
                 mode = self._fastest(call, self._forecast(call, key))
-        call.mode = mode or self.default(call)
-        form = self.forms[call.mode]
+        across = call.world.nodes > 1
+        call.mode = mode or (next(iter(self.across)) if across else self.default(call))
+        form = self.form(call.mode)
         self._check_names(call, call.mode)
         unfit = form.fits(call)
         if unfit:
-            raise Unsupported.here(
-                f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", "mode=None runs anywhere"
-            )
+            remedy = "mode=None runs anywhere" if not across else "make a world or a team with such ranks"
+            raise Unsupported.here(f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", remedy)
         self._fill(call, form)
         return form
 
@@ -158,6 +159,23 @@ class Choosing(Declared):
             call.tensors["out"] = make(call.shape, dtype=dtype)
         mode = self.default(call)
         return mode, staging.copied(call, self.forms[mode].symmetric, self.tensors, self.written)
+
+    def over_nodes(
+        self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
+    ) -> tuple[str, TwoLinks]:
+        """The form that the operator, a collective, takes over several nodes, and the parts of its predicted time, for
+        an x of a shape where the caller leaves all else out. network, gpu: of every rank. Raises ShapeError."""
+        call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        self._bind_result(call)
+        mode, form = next(iter(self.across.items()))
+        assert form.seconds is not None
+        key = {"nbytes": x.nbytes, "nodes": nodes, "node_size": node_size, "network": network}
+        found = form.seconds({}, key, gpu)
+        assert isinstance(found, TwoLinks)
+        return mode, found
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""

@@ -109,11 +109,11 @@ class Case:
     """A small call that breaks things, for the conformance suite.
 
     sizes: of the letters of the shapes. shapes: of operands of any shape. arguments: keywords of the call, `mode` and
-    settings among them. ranks, sms, multicast: of the world. launches: how many, with other inputs and nothing reset
-    between. out: "new", "given", "symmetric", or "x" for the operand x itself. explore: run it under many schedules,
-    and with every piece of synchronisation broken in turn. dtype: of the first operand where it is explored; kernels
-    are compiled for a form's first case, and for those of another dtype than fp32. large: sizes of the letters for
-    which they are; a few hundred each where none are given.
+    settings among them. ranks, sms, multicast, node_size: of the world; node_size None: it has one node. launches: how
+    many, with other inputs and nothing reset between. out: "new", "given", "symmetric", or "x" for the operand x
+    itself. explore: run it under many schedules, and with every piece of synchronisation broken in turn. dtype: of the
+    first operand where it is explored; kernels are compiled for a form's first case, and for those of another dtype
+    than fp32. large: sizes of the letters for which they are; a few hundred each where none are given.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -122,6 +122,7 @@ class Case:
     ranks: int = 3
     sms: int = 2
     multicast: bool = True
+    node_size: int | None = None
     launches: int = 2
     out: str = "symmetric"
     explore: bool = True

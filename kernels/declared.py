@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, ShapeError
+from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World
 
 from . import traced
@@ -30,6 +30,7 @@ class Declared:
         result: str | Callable[[Call], str | Shape],
         forms: Mapping[str, Form],
         reference: Callable[..., Any],
+        across: Mapping[str, Form] | None = None,
         also: Mapping[str, Operand] | None = None,
         dtype: Callable[[Call], torch.dtype] = lambda call: call.dtype,
         default: Callable[[Call], str] | None = None,
@@ -49,21 +50,23 @@ class Declared:
         cases: Sequence[Case] = (),
     ) -> None:
         """function: what users call. result: the shape of what it returns. dtype: its dtype; the first operand's
-        without it. also: further results, by name: they are new at each call, of their first dtype or that of the first
-        operand, follow the operands and `out` when a plan launches, and make the launch, the call and the reference
-        return a tuple. Where the function leaves out the last results of some calls, the reference does, too. default:
-        the form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
-        takes the form that is expected to be the fastest instead, where the caller gives no setting either. backward:
-        its backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into
-        the first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two
-        may share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches
-        for empty operands, too, which other ranks may need; or a function of a call that says whether it does. exact:
-        data is moved, not computed with. terms: how many numbers an element of the result is a sum of, from the sizes
-        of the letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact result of a
-        rank, in fp64. bound(rank, dtype, roundings, **operands of all ranks, **arguments): how far each result may be
-        from it, where that does not follow from `terms`."""
+        without it. across: the forms for worlds of several nodes, where no other runs and the first is the default.
+        also: further results, by name: they are new at each call, of their first dtype or that of the first operand,
+        follow the operands and `out` when a plan launches, and make the launch, the call and the reference return a
+        tuple. Where the function leaves out the last results of some calls, the reference does, too. default: the form
+        taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning` takes the
+        form that is expected to be the fastest instead, where the caller gives no setting either. backward: its
+        backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into the
+        first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two may
+        share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches for
+        empty operands, too, which other ranks may need; or a function of a call that says whether it does. exact: data
+        is moved, not computed with. terms: how many numbers an element of the result is a sum of, from the sizes of the
+        letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact result of a rank, in
+        fp64. bound(rank, dtype, roundings, **operands of all ranks, **arguments): how far each result may be from it,
+        where that does not follow from `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
+        self.across = dict(across or {})
         self.dtype = dtype
         self.default = default or (lambda call: next(iter(self.forms)))
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
@@ -92,6 +95,14 @@ class Declared:
     def __repr__(self) -> str:
         return f"Operator({self.name})"
 
+    def form(self, mode: str) -> Form:
+        """The form of that name, for a world of one node or of several."""
+        return self.across[mode] if mode in self.across else self.forms[mode]
+
+    def forms_of(self, world: World) -> Mapping[str, Form]:
+        """The forms that may run in a world."""
+        return self.across if world.nodes > 1 else self.forms
+
     def parameters(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors by the names of operands, as the function takes them: operands "d.x" and "d.y" are parts of `d`."""
         whole = {name: SimpleNamespace() for name in self._parts}
@@ -115,8 +126,18 @@ class Declared:
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
         world, first = call.world, next(iter(self.tensors))
+        across = world.nodes > 1
+        if across and not self.across:
+            found = f"found a world of {world.nodes} nodes, and {self.name} works within one"
+            remedy = "give it world=world.on_node; docs/scale-out.md lists the operators that work over nodes"
+            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if call.asked is not None:
-            choice(*self.forms)(call, "mode", call.asked)
+            forms = self.forms_of(world)
+            if call.asked not in forms and call.asked in {**self.forms, **self.across}:
+                found = f"found mode {call.asked!r} in a world of {world.nodes} node{'s' * across}"
+                wanted = f"wanted {' or '.join(map(repr, forms))}"
+                raise Unsupported.here(f"rank {world.rank}: {self.name}", found, wanted)
+            choice(*forms)(call, "mode", call.asked)
         for name, operand in self.tensors.items():
             tensor = call.tensors[name]
             if tensor is None and operand.optional:
@@ -200,7 +221,7 @@ class Declared:
     def _check_names(self, call: Call, mode: str) -> None:
         """The form takes every setting that is given. Raises ShapeError."""
         for name in call.given:
-            if name not in self.forms[mode].settings:
+            if name not in self.form(mode).settings:
                 raise call.refuse(name, call.given[name], f'none with mode "{mode}"')
 
     def _checked(self, call: Call, settings: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def gpu_of(world: World, case: tuple[Any, ...]) -> Gpu:
 class Described(SimpleNamespace):
     """As much of a world as the rules of operators ask for: all ranks are alike."""
 
-    rank, capturing, lineage = 0, False, ()
+    rank, capturing, lineage, nodes = 0, False, (), 1
 
     def __init__(self, size: int, gpu: Gpu | None, multicast: bool = False) -> None:
         asked = {}  # what ranks ask each other once

@@ -119,10 +119,6 @@ class Operator(Choosing):
     ) -> Launch:
         """Check everything, agree with the other ranks, and make what launches. needs: as for a call. Collective.
         Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
-        if world.nodes > 1:
-            found = f"found a world of {world.nodes} nodes, and operators work within one"
-            remedy = "give it world=world.on_node; examples/all_gather_nodes.py has an operator over nodes"
-            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if torch.jit.is_tracing():
             found = "found torch.jit.trace around the call, which sees no operator"
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, "use torch.export or torch.compile")

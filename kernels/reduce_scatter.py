@@ -4,8 +4,10 @@ pull: each rank loads its part from every rank, run by run where it lies (see sh
 push: each rank stores each tile into its owner's inbox, and the owner adds what came: `x` need not be symmetric.
 copy: push by the copy engines, see shared.copy_reduce: for parts of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: for small x.
+nodes: the only form in a world of several nodes: each node's sums cross the network along the rails, see shared.nodes.
+    They are rounded to the dtype. It has run in the simulator only.
 
-All of them reduce in fp32, in the order rank, rank + 1, ...: the same bits every time, and in all forms. Into and out
+The others reduce in fp32, in the order rank, rank + 1, ...: the same bits every time, and in all of them. Into and out
 of each rank go (W - 1) / W * n * itemsize bytes, a third more in low_latency. In pull the programs of one index on all
 ranks meet in two barriers. In push there is no barrier, but a signal to each rank for some tiles: stores reach more of
 the links than loads. In low_latency there is neither.
@@ -29,7 +31,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, copy_reduce, flagged, runs
+from .shared import copies, copy_reduce, flagged, nodes, nodes_rules, runs
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -163,25 +165,26 @@ def reduce_scatter(
     *,
     dim: int = 0,
     op: Op = "sum",
-    mode: Literal["pull", "push", "copy", "low_latency"] | None = None,
+    mode: Literal["pull", "push", "copy", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
 
-    x: its dimension `dim` a multiple of size, bf16, fp16 or fp32; symmetric to pull. out: x's shape with that dimension
-    divided by size, of x's dtype; a new tensor where None. It may be this rank's own part of `x` where that is
-    contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of any rank is a NaN.
-    mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by size, see `default`. block:
-    elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size.
-    Returns `out`, the same bits every time; `x` may be overwritten at once. Tensors may have any strides. Without
-    `mode` a plain tensor is copied where the form needs a symmetric one.
+    x: its dimension `dim` a multiple of size, bf16, fp16 or fp32; symmetric to pull, and over nodes. out: x's shape
+    with that dimension divided by size, of x's dtype; a new tensor where None. It may be this rank's own part of `x`
+    where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once, over nodes twice; "min",
+    "max": a NaN of any rank is a NaN. mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by
+    size, see `default`. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each
+    rank at most; None: by size. Returns `out`, the same bits every time; `x` may be overwritten at once. Tensors may
+    have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; pull none; low_latency at most 8 / 3
     times x's bytes, rounded up to a power of two, each power once and with all_gather; push 2 * (size - 1) times a
     program's bytes for a signal, or a tile, for each number of them and grid; copy x's bytes less a part for each size
-    of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    of part; nodes 3 / node_size times x's bytes for each size of part. Raises NotSymmetric, ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, op, mode, block, chunks), world)
 
@@ -228,6 +231,10 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.scatter_launch(call.world, call["x"], _around(call)[1], call["op"], call["block"])
 
 
+def _over_nodes(call: Call) -> Launch:
+    return nodes.scatter_launch(call.world, *_around(call), call.dtype, call["op"], call["block"])
+
+
 def backward(call: Recorded) -> Gradients:
     """The gradient of x, from that of the result. Collective."""
     return {"x": call.operator("all_gather", call.grad, dim=call["dim"])}
@@ -252,6 +259,14 @@ OPERATOR = Operator(
             fits=flagged.fits, **BLOCKED,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "reduce in the node what goes over the network, then add what comes, in a fixed order",
+            "(N - 1) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
+            seconds=nodes_rules.scatter_seconds,
+            roundings=lambda size: 2, **BLOCKED,
+        ),
+    },
     default=default,
     reference=reference,
     backward=Backward(backward, "`all_gather`; of sums alone", refuses=adds),
@@ -267,5 +282,8 @@ OPERATOR = Operator(
         Case(shapes={"x": "7 W*3 5"}, arguments={"dim": -2}, explore=False),
         Case(shapes={"x": "5 1 W*17"}, arguments={"dim": 2, "op": "max"}, explore=False),
         Case(shapes={"x": "W*111"}, arguments={"op": "min"}, explore=False),
+        Case(shapes={"x": "2 W*9"}, arguments={"mode": "nodes", "dim": 1}, ranks=4, node_size=2, sms=1, out="new"),
+        Case(shapes={"x": "W*37"}, arguments={"mode": "nodes", "op": "max"}, ranks=8, node_size=2, explore=False),
+        Case(shapes={"x": "2 W*3 5"}, arguments={"mode": "nodes", "dim": 1}, ranks=8, node_size=4, explore=False),
     ),
 )  # fmt: skip

@@ -32,6 +32,8 @@ from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
 from pkt.model import rates
 from pkt.model.gpu import H200, gluon_lacks
+from pkt.networks import Fabric
+from pkt.networks import examine as examine_networks
 from pkt.progress import Advance, bar
 from pkt.runtime.gpu import nvml
 from pkt.runtime.gpu.driver import CudaDriver
@@ -79,6 +81,7 @@ class Report:
     ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
     speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
     rates: dict[str, float] = field(default_factory=dict)  # of a GPU that the model was not fitted to, as it takes them
+    fabric: Fabric | None = None  # what the host has for several nodes
     seconds: float | None = None  # from start to end of a world on all `ranks` GPUs
 
     @property
@@ -98,6 +101,7 @@ def examine() -> Report:
     report = Report()
     _software(report)
     _settings(report)
+    report.fabric = examine_networks()
     try:
         driver = CudaDriver(0)
         version = driver.version()
@@ -317,6 +321,8 @@ def show(report: Report, console: Console) -> None:
             console.print(_link_table(report.topology))
         console.print(_table("Memory of other ranks", ("", ""), _sharing(report, report.topology)))
         console.print(_table("Multicast", ("", ""), _multicast(report)))
+    if report.fabric is not None:
+        _show_fabric(report.fabric, console)
     console.print(_table("Settings", ("", ""), report.settings))
     if report.speeds:
         console.print(_speed_table(report))
@@ -327,6 +333,18 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(f"{'missing' if problem.fatal else 'note'}: {problem.what}", style=colour))
         console.print(Text(f"    {problem.remedy}"))
     console.print(Text(verdict(report), style="bold"))
+
+
+def _show_fabric(fabric: Fabric, console: Console) -> None:
+    """What the host has for several nodes, and that pkt does not use it yet."""
+    simulated = "pkt does not use a network yet: worlds of several nodes run in the simulator only (docs/scale-out.md)."
+    if fabric.bare:
+        console.print(Text("Several nodes: no network card, NVSHMEM, IBGDA or GDRCopy here."))
+    else:
+        console.print(_table("Several nodes", ("", ""), fabric.rows))
+        for one in fabric.lacks:
+            console.print(Text(f"for several nodes: {one}"))
+    console.print(Text(simulated))
 
 
 def verdict(report: Report) -> str:

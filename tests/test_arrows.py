@@ -91,11 +91,13 @@ ARROWS = {
         + ["pkt.runtime.backend", "pkt.runtime.memory.heap", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
         ["torch", "triton", "numpy", "greenlet", "rich", "typer"],
     ),
+    "pkt.networks": ([], []),
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),
     "pkt.deep_ep": (["pkt.errors", "pkt.kernels", "pkt.launcher", "pkt.runtime"], ["torch"]),
     "pkt.layouts": (["pkt.errors", "pkt.language", "pkt.runtime"], ["torch", "triton"]),
     "pkt.doctor": (
-        ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"],
+        ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"]
+        + ["pkt.networks"],
         ["torch", "triton", "rich"],
     ),
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.

@@ -7,7 +7,7 @@ of earlier runs), `tuner` (tune and choice), `autotune` (the decorator), `bench`
 
 Of pkt's operators, which it finds in their registry: `candidates` (spaces and predicted times), `tables` (measurements
 that ship), `command` (`pkt tune`). For people: `report` (a search as a table), `explanation` (explain: which
-settings an operator takes, and why).
+settings an operator takes, and why), `prediction` (predict: seconds over many nodes).
 """
 
 from pkt.model.config import Config, space
@@ -15,11 +15,13 @@ from pkt.tune.autotune import Autotuned, autotune
 from pkt.tune.bench import do_bench
 from pkt.tune.candidates import operator_space
 from pkt.tune.explanation import explain
+from pkt.tune.prediction import Prediction, predict
 from pkt.tune.search import Candidate, Model, Search
 from pkt.tune.timers import RecordedTimer, Timer, timer_of
 from pkt.tune.tuner import choice, tune
 
 __all__ = [
-    "Config", "space", "autotune", "Autotuned", "tune", "choice", "explain", "operator_space", "do_bench",
+    "Config", "space", "autotune", "Autotuned", "tune", "choice", "explain", "operator_space", "do_bench", "predict",
+    "Prediction",
     "Search", "Candidate", "Model", "Timer", "RecordedTimer", "timer_of",
 ]  # fmt: skip

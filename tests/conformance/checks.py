@@ -36,9 +36,15 @@ CALLS = 24  # Python functions that a planned call may call before it launches i
 WRAP = 2**32 - 3  # launches that counters claim to have seen
 
 
+def on_nodes(operator: Operator, mode: str, ranks: int, run: Callable[[Any], Any], **options: Any) -> None:
+    """`on_ranks` in a world where the form runs: for several nodes at least two of them, each of one rank."""
+    across = mode in operator.across
+    on_ranks(max(ranks, 1 + across), run, node_size=1 if across else None, **options)
+
+
 def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
     """The dtypes that the first operand may have in a form."""
-    return operator.forms[mode].dtypes or next(iter(operator.tensors.values())).dtypes
+    return operator.form(mode).dtypes or next(iter(operator.tensors.values())).dtypes
 
 
 def given(
@@ -52,7 +58,7 @@ def given(
     def start(name: str) -> int:
         return offset if isinstance(offset, int) else 0 if name in symmetric else offset[world.rank]
 
-    symmetric = operator.forms[mode].symmetric if mode else tuple(operator.names)
+    symmetric = operator.form(mode).symmetric if mode else tuple(operator.names)
     mine = {
         n: ts
         and inputs.placed(
@@ -70,7 +76,7 @@ def result_for(
     if "out" not in operator.names or kind == "x":
         return None
     dtype = inputs.result_dtype(operator, case, dtype)
-    if "out" in operator.forms[mode].symmetric or kind == "symmetric":
+    if "out" in operator.form(mode).symmetric or kind == "symmetric":
         return pkt.empty(tuple(like.shape), dtype=dtype)
     return None if kind == "new" else torch.empty(tuple(like.shape), dtype=dtype, device=world.torch_device)
 
@@ -78,7 +84,8 @@ def result_for(
 # ------------------------------------------------------------------------------------------------------------- results
 def check_results(
     operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0, *, more: bool = False,
-    transposed: bool = False, launches: int = LAUNCHES, part: int | None = None,
+    transposed: bool = False, launches: int = LAUNCHES, part: int | None = None, node_size: int | None = None,
+    seed: int = 0,
 ) -> None:  # fmt: skip
     """Every case is right within the bound, launch after launch with other inputs, and without a reset. more: further
     sizes. transposed: operands are transposed views where the operator takes those. part: 0, 1 or 2 for every third
@@ -98,7 +105,10 @@ def check_results(
                         raise
                     break  # the form's `fits` refuses the offset, on all ranks
 
-    on_ranks(ranks, run, sms=4)
+    if node_size is None:
+        on_nodes(operator, mode, ranks, run, sms=4, seed=seed)
+    else:
+        on_ranks(ranks, run, sms=4, seed=seed, node_size=node_size)
 
 
 def right(
@@ -140,7 +150,7 @@ def check_teams(operator: Operator, mode: str, teams: list[list[int]]) -> None:
             # Launches of the teams have other operands.
             right(team, operator, mode, case, launch + 10 * teams.index(list(team.ranks)), dtype, "new", 0, keep)
 
-    on_ranks(sum(map(len, teams)), run)
+    on_nodes(operator, mode, sum(map(len, teams)), run)
 
 
 def check_results_of_uneven_ranks(operator: Operator, mode: str, dtype: torch.dtype) -> None:
@@ -153,7 +163,7 @@ def check_results_of_uneven_ranks(operator: Operator, mode: str, dtype: torch.dt
             with contextlib.suppress(pkt.Unsupported):  # on both ranks, or the other would wait
                 right(world, operator, mode, case, 0, dtype, "new", offset, {})
 
-    on_ranks(2, run, sms=4)
+    on_nodes(operator, mode, 2, run, sms=4)
 
 
 def check_empty(operator: Operator, mode: str) -> None:
@@ -165,7 +175,7 @@ def check_empty(operator: Operator, mode: str) -> None:
                 none = Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
                 right(world, operator, mode, none, 0, dtypes_of(operator, mode)[0], "new", 0, {})
 
-    on_ranks(2, run)
+    on_nodes(operator, mode, 2, run)
 
 
 def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
@@ -216,6 +226,8 @@ def check_refusals(operator: Operator) -> None:
                     refuses(world, operator, {**good, name: wrong}, case)
         refuses(world, operator, good, case, mode="no such form")
         refuses(world, operator, good, case, world=3)
+        for name in operator.across:
+            refuses(world, operator, good, case, mode=name)
         for name, form in operator.forms.items():
             for operand in form.symmetric:
                 if good.get(operand) is not None:
@@ -231,7 +243,14 @@ def check_refusals(operator: Operator) -> None:
             for wrong in (3, wide, out.to(torch.complex64), torch.ones(2).to_sparse()):
                 refuses(world, operator, {**good, "out": wrong}, case)
 
+    def over_nodes(world: Any) -> None:
+        dtype = next(iter(operator.tensors.values())).dtypes[0]
+        tensors = given(world, operator, None, inputs.everybody(operator, case, world.size, 0, dtype))
+        for name in operator.forms if operator.across else (None,):
+            refuses(world, operator, {**tensors, "out": None} if "out" in operator.names else tensors, case, mode=name)
+
     on_ranks(2, run)
+    on_ranks(2, over_nodes, node_size=1)
 
 
 def check_overlap(operator: Operator) -> None:
@@ -332,9 +351,10 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
                     count.append(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else "")
 
         keywords = inputs.arguments_of(operator, case)
-        keywords |= inputs.settings_of(operator.forms[mode], case, operator)
+        keywords |= inputs.settings_of(operator.form(mode), case, operator)
         parameters = operator.parameters(tensors)
-        sys.setprofile(profile)
+        if world.rank == 0:
+            sys.setprofile(profile)
         try:
             operator.function(**parameters, **keywords, mode=mode, world=world)
         finally:
@@ -345,7 +365,7 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
         gc.collect()
         assert not any(x() is not None for x in alive), "the plan keeps a tensor"
 
-    on_ranks(1, run)
+    on_nodes(operator, mode, 1, run)
     assert len(count) <= CALLS, count
 
 
@@ -366,7 +386,7 @@ def check_autograd(operator: Operator, mode: str) -> None:
             if before is not None:
                 assert tensors[operator.written]._version > before, "torch is not told of the write"
 
-    on_ranks(2, run)
+    on_nodes(operator, mode, 2, run)
 
 
 def cases_with_gradients(operator: Operator) -> list[Case]:
@@ -380,7 +400,7 @@ def cases_with_gradients(operator: Operator) -> list[Case]:
     return list(cases.values())
 
 
-def check_gradients(operator: Operator, ranks: int) -> None:
+def check_gradients(operator: Operator, ranks: int, node_size: int | None = None) -> None:
     """The gradients of every case are those of the reference in fp64, of the sum of all ranks' losses; those of one
     operand alone, too. An operator without a backward pass says so."""
     assert operator.backward is None or cases_with_gradients(operator), "no case has gradients"
@@ -393,7 +413,7 @@ def check_gradients(operator: Operator, ranks: int) -> None:
                 inputs.called(operator, None, tensors, Case(arguments=operator.cases[0].arguments), world=world)
         all_right_gradients(world, operator)
 
-    on_ranks(ranks, run, sms=2)
+    on_ranks(ranks, run, sms=2, node_size=node_size)
 
 
 def all_right_gradients(world: Any, operator: Operator) -> None:
@@ -564,7 +584,7 @@ def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> N
             with pytest.raises(pkt.Unsupported, match="captur"):
                 inputs.called(operator, mode, tensors, case, world=world)
 
-    on_ranks(1, run)
+    on_nodes(operator, mode, 1, run)
 
 
 def check_workspace(operator: Operator, mode: str) -> None:
@@ -581,7 +601,7 @@ def check_workspace(operator: Operator, mode: str) -> None:
             inputs.called(operator, mode, tensors, case, world=world)
         assert world.heap.ledger.free_bytes == before, "a buffer outlives its scope"
 
-    on_ranks(2, run)
+    on_nodes(operator, mode, 2, run)
 
 
 # ------------------------------------------------------------------------------------------------------------ protocol
@@ -592,7 +612,7 @@ def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
     # Sums of whole numbers are exact, what an epilogue makes of them is not.
     inexact = inputs.arguments_of(operator, case).get("epilogue", "none") != "none" or operator.bound is not None
     any_shape = {n for n, o in operator.tensors.items() if o.shape == "..."}
-    symmetric = {*operator.forms[mode].symmetric, *any_shape}
+    symmetric = {*operator.form(mode).symmetric, *any_shape}
     known: dict[tuple[int, int, int], tuple[dict[str, Any], list[torch.Tensor], tuple[Any, ...]]] = {}
 
     def expected(world: Any, launch: int) -> tuple[dict[str, Any], list[torch.Tensor], tuple[Any, ...]]:
@@ -639,7 +659,7 @@ def check_exploration(operator: Operator, case: Case, schedules: int, lost_ranks
     """Every schedule is right, and every mutant of the synchronisation and every lost signal is caught."""
     report = pkt.simulate(
         explored(operator, case), ranks=case.ranks, seeds=schedules, mutants=True, lost_signals=True,
-        lost_ranks=lost_ranks, sms=case.sms, multicast=case.multicast,
+        lost_ranks=lost_ranks, sms=case.sms, multicast=case.multicast, node_size=case.node_size,
     )  # fmt: skip
     print(report)
     report.check()
@@ -663,7 +683,7 @@ def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
         for launch in range(1, 6):
             right(world, operator, mode, case, launch, dtype, "given", 0, keep)
 
-    on_ranks(3, run, seed=seed, sms=2)
+    on_nodes(operator, mode, 3, run, seed=seed, sms=2)
 
 
 def set_launches(world: Any, launches: int) -> None:
@@ -714,7 +734,7 @@ def check_compiles(
     case = big(own, operator.most)
 
     def run(world: Any) -> None:
-        symmetric = operator.forms[mode].symmetric
+        symmetric = operator.form(mode).symmetric
         tensors: dict[str, Any] = {}
         # The values of the operands that have no maker are not needed, and would take seconds.
         made: Any = inputs.everybody(operator, case, world.size, 0, dtype, make=lambda *_: None)
@@ -733,7 +753,8 @@ def check_compiles(
             tensors["out"] = pkt.empty(tuple(like.shape), dtype=dtype)
         operator.function(**operator.parameters(tensors), **named, mode=mode, world=world)
 
-    launches = all_launched(run, 2, own.multicast, patch)
+    shape = (4, 2) if mode in operator.across else (2,)
+    launches = all_launched(run, shape[0], own.multicast, patch, *shape[1:])
     assert launches, "nothing was launched"
     kernels = {id(x.kernel): x for x in launches if x.options.get("launch_cooperative_grid")}
     # Beside copy engines one kernel may signal and another wait.

@@ -102,7 +102,7 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
     with elements of two bytes, in which the fewest fit; a form for GPUs alone refuses such cases itself. Sizes that do
     not fit the operator are left out, too, but none of its own cases. A form for GPUs alone that has none left gets the
     operator's first."""
-    form, letters, seen, taken = operator.forms[mode], letters_of(operator), set(), False
+    form, letters, seen, taken = operator.form(mode), letters_of(operator), set(), False
     for case in _cases(operator, mode, more):
         arguments = {**case.arguments, **arguments_of(operator, case), "mode": mode}
         key = tuple((*sorted(of.items()),) for of in (case.sizes, case.shapes, arguments))
@@ -256,7 +256,7 @@ def placed(
 def called(operator: Operator, mode: str | None, tensors: Mapping[str, Any], case: Case, **more: Any) -> Any:
     """What the operator's function returns for these tensors and the case's keywords."""
     keywords = arguments_of(operator, case)
-    settings = settings_of(operator.forms[mode], case, operator) if mode else {}
+    settings = settings_of(operator.form(mode), case, operator) if mode else {}
     return operator.function(**operator.parameters(tensors), **{**keywords, **settings, "mode": mode, **more})
 
 
@@ -309,7 +309,7 @@ def bounds(
     """How far each right result may be from the exact one, element by element."""
     if operator.bound is None:
         return (bound(operator, mode, case, rank, size, operands, dtype),)
-    roundings = operator.forms[mode].roundings(size)
+    roundings = operator.form(mode).roundings(size)
     with _where(operands):
         return tuple(operator.bound(rank, dtype, roundings, **operands, **arguments_of(operator, case)))
 
@@ -330,7 +330,7 @@ def bound(
     if gated:  # silu(gate) * up, whose magnitudes bound both: each factor's error is multiplied by the other
         magnitude, slope = magnitude[:, 0::2] * magnitude[:, 1::2], SLOPE + 1
     terms = operator.terms(dict(case.sizes), size) + 2
-    roundings = operator.forms[mode].roundings(size)
+    roundings = operator.form(mode).roundings(size)
     return slope * (roundings * UNIT[dtype] + terms * 2.0**-24 + CURVE) * magnitude + TINY[dtype]
 
 

@@ -15,16 +15,22 @@ from tests.conformance import checks
 
 OPERATORS = operators()
 FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms.items() if not form.gpu]
+ACROSS = [(name, mode) for name, o in OPERATORS.items() for mode in o.across]  # forms for several nodes
+WORLDS = [  # of several nodes: those of the cases
+    (name, mode, *world)
+    for name, mode in ACROSS
+    for world in dict.fromkeys((c.ranks, c.node_size) for c in OPERATORS[name].cases if c.arguments.get("mode") == mode)
+]
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
 SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # of all cases together
 LOST_RANKS = 3  # random points at which a rank stops or dies, for each case
 KINDS = ("given", "new", "symmetric")  # of `out`
-every_form = pytest.mark.parametrize(("name", "mode"), FORMS)
+every_form = pytest.mark.parametrize(("name", "mode"), FORMS + ACROSS)
 every_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 5, 8])
-@every_form
+@pytest.mark.parametrize(("name", "mode"), FORMS)
 def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> None:
     """Every case on up to 3 ranks, those on 2 in the next test; 4, 5 and 8 ranks share the cases between them. Three
     launches on 3 ranks, where buffers that alternate come again."""
@@ -34,10 +40,20 @@ def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> Non
     checks.check_results(OPERATORS[name], mode, ranks, dtype, kind, more=ranks == 3, launches=launches, part=part)
 
 
+@pytest.mark.parametrize(("name", "mode", "ranks", "node_size"), WORLDS)
+def test_results_over_nodes(name: str, mode: str, ranks: int, node_size: int) -> None:
+    """In every world of several nodes that a case has, where what the network brings comes in a random order. Worlds of
+    8 ranks share the cases."""
+    dtypes = checks.floats(OPERATORS[name], mode)
+    dtype, kind = dtypes[node_size % len(dtypes)], KINDS[node_size % 3]
+    options = {"launches": 3} if ranks < 8 else {"launches": 2, "part": node_size // 3}
+    checks.check_results(OPERATORS[name], mode, ranks, dtype, kind, node_size=node_size, seed=1, **options)
+
+
 @every_form
 def test_results_in_teams(name: str, mode: str) -> None:
     """One form with equal steps, the next with a table."""
-    teams = ([[0, 2], [1, 3]], [[3, 0, 5], [1, 2, 4]])[FORMS.index((name, mode)) % 2]
+    teams = ([[0, 2], [1, 3]], [[3, 0, 5], [1, 2, 4]])[(FORMS + ACROSS).index((name, mode)) % 2]
     checks.check_teams(OPERATORS[name], mode, teams)
 
 
@@ -94,6 +110,11 @@ def test_gradients(name: str, ranks: int) -> None:
     checks.check_gradients(OPERATORS[name], ranks)
 
 
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in ACROSS))
+def test_gradients_over_nodes(name: str) -> None:
+    checks.check_gradients(OPERATORS[name], 4, node_size=2)
+
+
 @every_operator
 def test_a_backward_pass_notices_what_was_written(name: str) -> None:
     checks.check_saved(OPERATORS[name])
@@ -131,7 +152,8 @@ def test_there_is_enough_to_break() -> None:
     """Already in the first few cases."""
     mutants: set[Mutant] = set()
     for operator, case in EXPLORED:
-        census = execute(checks.explored(operator, case), case.ranks, sms=case.sms, multicast=case.multicast)
+        options = {"sms": case.sms, "multicast": case.multicast, "node_size": case.node_size}
+        census = execute(checks.explored(operator, case), case.ranks, **options)
         mutants |= set(census.machine.census.mutants())
         if len(mutants) >= 30 and {"remove", "relax"} <= {mutant.change for mutant in mutants}:
             return
@@ -155,4 +177,4 @@ def test_operators_are_found() -> None:
     assert all(o.cases and any(case.explore for case in o.cases) for o in OPERATORS.values()), "nothing to explore"
     explored = {(o.name, case.arguments["mode"]) for o, case in EXPLORED}
     # "unfused" is cuBLAS and a collective, which is explored as an operator of its own.
-    assert explored >= {(n, m) for n, m in FORMS if m != "unfused"}, "a form is not explored"
+    assert explored >= {(n, m) for n, m in FORMS + ACROSS if m != "unfused"}, "a form is not explored"

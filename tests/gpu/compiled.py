@@ -80,7 +80,7 @@ def programs() -> Iterator[tuple[str, Callable[[Any], Any], int, dict[str, Any]]
             yield f"{name} on {ranks}", fn, ranks, {}
         yield f"link on {ranks}", lambda world: link.measure(world, link.Plan.simulated()), ranks, {}
     for operator in operators().values():
-        for case in (case for case in operator.cases if case.explore):
+        for case in (case for case in operator.cases if case.explore and case.node_size is None):
             yield f"{name_of(operator, case)} on {case.ranks}", explored(operator, case), case.ranks, {"sms": case.sms}
 
 

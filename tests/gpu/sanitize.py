@@ -28,7 +28,7 @@ def main(ranks: int) -> int:
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     programs = [(case.name, case.fn) for case in CASES]
     for operator in operators().values():
-        explored = [case for case in operator.cases if case.explore and case.ranks == ranks]
+        explored = [case for case in operator.cases if case.explore and case.ranks == ranks and case.node_size is None]
         programs += [(f"kernels.{checks.name_of(operator, c)}", checks.explored(operator, c)) for c in explored]
     if ranks > 1:
         programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]

@@ -40,11 +40,13 @@ def on_ranks(
     seed: int = 0,
     sms: int = 4,
     multicast: bool = True,
+    node_size: int | None = None,
 ) -> list[Any]:
     """`fn(world, *args)` on simulated ranks, with the race detector; what each returned."""
     return pkt.launch(
-        fn, ranks, device="cpu", args=args, heap="64MiB", seed=seed, sms=sms, races=True, multicast=multicast
-    )
+        fn, ranks, device="cpu", args=args, heap="64MiB", seed=seed, sms=sms, races=True, multicast=multicast,
+        node_size=node_size,
+    )  # fmt: skip
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:

@@ -106,10 +106,10 @@ def test_gpus_refuse_several_nodes() -> None:
         pkt.launch(lambda world: None, ranks=4, node_size=2)
 
 
-def test_operators_refuse_several_nodes_and_work_within_one() -> None:
+def test_operators_without_a_form_over_nodes_refuse_them_and_work_within_one() -> None:
     def main(world: Any) -> list:
-        with pytest.raises(Unsupported, match=rf"rank {world.rank}: all_reduce: found a world of 2 nodes.*on_node"):
-            pkt.all_reduce(torch.ones(8), world=world)
+        with pytest.raises(Unsupported, match=rf"rank {world.rank}: broadcast: found a world of 2 nodes.*on_node"):
+            pkt.broadcast(torch.ones(8), 0, world=world)
         return pkt.all_reduce(torch.ones(8), world=world.on_node).tolist()
 
     assert pkt.launch(main, ranks=4, node_size=2, device="cpu") == [[2.0] * 8] * 4

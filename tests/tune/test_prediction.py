@@ -1,0 +1,94 @@
+"""pkt.tune.predict: what it follows from, whom it refuses, and the table in docs/scale-out.md."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.errors import DtypeError, ShapeError
+from pkt.kernels.operator import operators
+from pkt.model.gpu import H200
+from pkt.model.network import LATENCY, Network
+from pkt.tune import predict
+
+OVER_NODES = [name for name, operator in operators().items() if operator.across]
+GPUS = [(2, 4), (2, 8), (8, 8), (32, 8), (128, 8), (512, 8)]
+SHAPES = {
+    "all_gather": (256, True),
+    "reduce_scatter": (256, False),
+    "all_reduce": (256, False),
+    "all_to_all": (64, False),
+}
+"""MiB of x on each rank, or of all ranks' x together."""
+
+
+def row(nodes: int, node_size: int) -> str:
+    """A row of the table in docs/scale-out.md."""
+    ranks, cells = nodes * node_size, []
+    for name, (mib, together) in SHAPES.items():
+        found = predict(name, (mib << 19) // (ranks if together else 1), nodes, node_size)
+        cells.append(f"{1e3 * found.seconds:.3g} ({found.efficiency:.0%})")
+    return f"| {ranks:,} | {nodes} of {node_size} | {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_docs_is_what_is_predicted() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/scale-out.md").read_text(encoding="utf-8")
+    wanted = [row(*gpus) for gpus in GPUS]
+    assert "\n".join(wanted) in page, "\n".join(["docs/scale-out.md lacks", *wanted])
+
+
+@pytest.mark.parametrize("name", OVER_NODES)
+def test_no_prediction_beats_the_links(name: str) -> None:
+    """By hand: what leaves a rank over the network at line rate, and over the links of its node, and a latency."""
+    for nodes, size in ((2, 8), (64, 8), (512, 8), (3, 1)):
+        n, ranks = 3 << 20, nodes * size
+        part = 2 * n if name == "all_gather" else 2 * n / ranks
+        far = {"all_reduce": 2, "all_to_all": size}.get(name, 1) * (nodes - 1) * part
+        near = {"all_reduce": 2}.get(name, 1) * (size - 1) * nodes * part
+        found = predict(name, n, nodes, size)
+        assert found.parts.limit == pytest.approx(max(far / 50e9, near / H200.link), rel=1e-4)
+        assert found.seconds > found.parts.limit + LATENCY + H200.launch
+        assert 0 < found.efficiency < 1
+
+
+@pytest.mark.parametrize("name", OVER_NODES)
+def test_more_bytes_slower_networks_and_more_latency_take_longer(name: str) -> None:
+    def seconds(mib: int = 64, network: Any = "400Gb") -> float:
+        return predict(name, mib << 19, 16, 8, network).seconds
+
+    assert seconds() < seconds(128) < 4 * seconds()
+    assert seconds() <= seconds(network="200Gb") < seconds(network="50Gb/s")
+    slow = Network("far away", 50e9, latency=1e-3)
+    assert seconds() + 9e-4 < seconds(network=slow) < seconds() + 3e-3
+
+
+def test_a_prediction_says_what_it_is() -> None:
+    found = predict(pkt.all_reduce, (1024, 4096), 4, 8, dtype="fp32")
+    assert (found.operator, found.mode, found.dtype, found.network.rate) == ("all_reduce", "nodes", "fp32", 50e9)
+    assert "predicted, not measured" in str(found)
+    assert math.isclose(found.seconds, found.parts.total)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "wanted"),
+    [
+        ({"operator": "broadcast"}, ShapeError, "operator: found 'broadcast', wanted one with a form over nodes: "),
+        ({"operator": 3}, ShapeError, "operator"),
+        ({"nodes": 1}, ShapeError, "nodes: found 1, wanted an integer from 2"),
+        ({"node_size": 0}, ShapeError, "node_size"),
+        ({"network": "400GB"}, ShapeError, "gigabits a second"),
+        ({"network": "0Gb"}, ShapeError, "gigabits a second"),
+        ({"shape": (0, 3)}, ShapeError, "shape"),
+        ({"shape": (7, 3)}, ShapeError, "dimension 0 divisible by 16 ranks"),
+        ({"dtype": torch.int32}, DtypeError, "dtype"),
+    ],
+)
+def test_wrong_calls_are_refused(given: dict[str, Any], error: type[Exception], wanted: str) -> None:
+    call = {"operator": "reduce_scatter", "shape": (64, 3), "nodes": 2, "node_size": 8} | given
+    with pytest.raises(error, match=wanted):
+        predict(**call)

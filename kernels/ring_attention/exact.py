@@ -56,7 +56,7 @@ def scores_of(rank, q, k, v, cu_seqlens, causal, layout, scale, window, length) 
     size, rows, heads = len(q), q[rank].shape[1], q[rank].shape[2]
     scale = q[rank].shape[3] ** -0.5 if scale is None and q[rank].shape[3] else 1.0 if scale is None else scale
     view = view_of(rows, size, causal, window, length)
-    mine, theirs = positions(rows, layout, rank, size), torch.arange(rows * size)
+    mine, theirs = positions(rows, layout, rank, size), torch.arange(rows * size, device="cpu")
     if torch.device(q[rank].device).type != "meta":
         mine, theirs = mine.to(q[rank].device), theirs.to(q[rank].device)
     seen = (theirs >= mine[:, None] - view.left) & (theirs <= mine[:, None] + view.right)

@@ -53,6 +53,30 @@ def signals_to_all(world: Any, first: int, step: int) -> None:
 
 
 @triton.jit
+def put_signal_kernel(x, y, out, flags, n, launch, world, BLOCK: tl.constexpr):
+    """Copy my x into the next rank's y, and add `launch` to its counter; the second one says that y may be written."""
+    size = world.size
+    pl.put_signal(flags, (world.rank + 1) % size, world, launch, dst=y, src=x, nbytes=n * 4, BLOCK=BLOCK)
+    pl.wait(flags, launch * (launch + 1) // 2, world)
+    offs = tl.arange(0, BLOCK)
+    tl.store(out + offs, tl.load(y + offs))
+    pl.signal(flags + 1, (world.rank + size - 1) % size, world)
+    pl.wait(flags + 1, launch, world)
+
+
+@case("put_signal", "wait", "signal")
+def put_with_signal(world: Any, n: int = 41, block: int = 64) -> None:
+    x, y = pkt.empty(block, dtype=torch.int32), pkt.full((block,), -1, dtype=torch.int32)
+    flags, out = pkt.signals(2), local(world, block)
+    for launch in range(1, PROGRAMS):
+        put_in(x, torch.arange(block) + 100 * world.rank + launch, world)
+        put_signal_kernel[(1,)](x, y, out, flags, n, launch, world.device, block)
+        row = torch.arange(block) + 100 * ((world.rank - 1) % world.size) + launch
+        row[n:] = -1
+        same(world, out, row)
+
+
+@triton.jit
 def set_all_kernel(flags, out, value, world):
     if tl.cast(world.rank, tl.int32) == 0:
         pl.signal_all(flags, world, value, "set")

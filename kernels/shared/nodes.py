@@ -32,6 +32,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -360,7 +361,8 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     run = triton.cdiv(triton.cdiv(n, world.size), line) * line
     part = cut(world, 1, run, dtype, block, n)
     key = "pkt.kernels", "nodes", "reduced", run, dtype
-    total = world.keep(key, lambda: torch.empty(run, dtype=dtype, device=world.torch_device))
+    device = world.torch_device
+    total = world.keep(key, lambda: outside_pools(lambda: torch.empty(run, dtype=dtype, device=device), device))
     sums = _scatter_memory(world, "reduce_scatter", part, dtype)
     parts = _gather_memory(world, "reduce_gather", part, dtype)
     scatter = resident_launch(world, scatter_kernel, _tasks(world, part), (*sums, part), (world.node_size, op, True))

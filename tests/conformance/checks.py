@@ -535,7 +535,7 @@ def check_graph_pool(operator: Operator, mode: str) -> None:
     torch's own memory, and share none with each other, with an operand or with results of other calls."""
     case = next(inputs.cases_of(operator, mode))
     dtype = dtypes_of(operator, mode)[0]
-    form, noted = operator.forms[mode], Noted()
+    form, noted = operator.form(mode), Noted()
 
     def run(world: Any) -> None:
         operands = inputs.everybody(operator, case, world.size, 0, dtype)
@@ -567,7 +567,7 @@ def check_graph_pool(operator: Operator, mode: str) -> None:
         world.barrier()
 
     with noted:
-        on_ranks(2, run)
+        on_nodes(operator, mode, 2, run)
 
 
 def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:

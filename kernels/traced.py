@@ -77,7 +77,7 @@ def call(
     if torch._C._are_functorch_transforms_active():
         found = "found a transform of torch.func or torch.vmap in compiled code"
         raise Unsupported.here(operator.name, found, "use loss.backward(), and one call for all of a batch")
-    rest = (*values, "" if world is None else world.name, 0 if workspace is None else workspace.number)
+    rest = (*values, worlds.current_name if world is None else world.name, 0 if workspace is None else workspace.number)
     several = isinstance(tensors[1], (list, tuple)) if len(tensors) > 1 else False
     operands = [tensors[at] for at in operator.read]
     out = tensors[operator.places[operator.written]]

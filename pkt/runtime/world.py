@@ -37,6 +37,22 @@ def _current() -> World | None:
     return _open[-1] if _open else None
 
 
+current_name = ""
+"""In compiled code, of the current world: its `of_size`, "" if there is none. torch compiles anew where it changes. The
+simulator puts its own here."""
+
+
+def _opened(those: list[World]) -> None:
+    global current_name
+    _open[:] = those
+    current_name = of_size(_open[-1].size) if _open else ""
+
+
+def of_size(ranks: int) -> str:
+    """How names in compiled code tell the ranks of a world: torch's caches know code by them, not by its shapes."""
+    return f"of {ranks}"
+
+
 def op_begins(name: str) -> None:
     """Called before an op of compiled code runs. The simulator puts its own function here."""
 
@@ -50,12 +66,19 @@ def current_world(call: str = "pkt.current_world()") -> World:
 
 
 def named_world(name: str) -> World:
-    """The world or team of that name in this rank; the current one for "". Raises Unsupported if there is none."""
+    """The world or team of that name in this rank; the current one for "" or its `current_name`. Raises Unsupported if
+    there is none."""
     world = _current()
-    found = None if world is None else world.lineage[-1]._by_name.get(name or world.name)
+    if world is not None and name in ("", of_size(world.size)):
+        return world
+    found = None if world is None else world.lineage[-1]._by_name.get(name)
     found = found or _named.get(name)
     if found is None:
-        raise Unsupported.no_world(f"an operator in compiled code, of world {name!r}")
+        call = f"an operator in compiled code, of world {name!r}"
+        if world is None or not name.startswith("of "):
+            raise Unsupported.no_world(call)
+        text, remedy = f"found a world {of_size(world.size)}", "compile or export the code in this world"
+        raise Unsupported.here(f"rank {world.rank}: {call}", text, remedy)
     return found
 
 
@@ -86,13 +109,15 @@ class World:
         self.lineage: tuple[World, ...] = (self, *parent.lineage) if parent else (self,)
         """This world, the one that it is a team of, and so on up to the world of all ranks."""
         self._teams: list[World] = []
-        # Simulated ranks run the code that one of them compiles.
-        self.name = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
-        """In compiled code, of this process. Members give a team one name, and other teams others."""
+        self.rank, self.size = backend.rank, backend.size
         self._made = 0  # calls of team() so far
         self._by_name: dict[str, World] = {}  # of a world of all ranks: itself and its teams
         if parent is not None:
-            self.name = f"{parent.name}/{parent._made}"
+            first = f"{parent.name}/{parent._made}"
+        else:  # simulated ranks run the code that one of them compiles
+            first = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
+        self.name = f"{first} {of_size(self.size)}"
+        """In compiled code, of this process. Members give a team one name, and other teams others."""
         self.lineage[-1]._by_name[self.name] = _named[self.name] = self
         self._closed = False
         self._pid = os.getpid()
@@ -102,7 +127,6 @@ class World:
         self._scopes = [Scope(self._heap)]  # the world's own, then those that are open, innermost last
         self.span: range = whole.span if whole else range(backend.base, backend.base + self._heap.capacity)
         """Addresses of this rank's window, of a team's that of the world of all ranks."""
-        self.rank, self.size = backend.rank, backend.size
         self._places = [rank // backend.node_size for rank in self.ranks]  # the ranks' nodes in the world of all ranks
         self._on_node: World | None = None
         self._rail: World | None = None
@@ -374,7 +398,7 @@ class World:
     def __enter__(self) -> World:
         self._check("with world")
         if self.parent is None:  # the current world is one of all ranks
-            _open.append(self)
+            _opened([*_open, self])
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -394,7 +418,7 @@ class World:
         for scope in self._scopes:
             scope.clear()
         self._device = None
-        _open[:] = [world for world in _open if world is not self]
+        _opened([world for world in _open if world is not self])
         self._backend.close()
 
     def _check(self, call: str) -> None:
@@ -409,7 +433,7 @@ def _forked() -> None:
     for world in list(_shared):
         world._closed = True
         world._heap.close()
-    _open[:] = [world for world in _open if world not in _shared]
+    _opened([world for world in _open if world not in _shared])
     _shared.clear()
 
 

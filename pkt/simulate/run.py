@@ -147,12 +147,13 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
                 f"rank {task.rank}: {name}", found, "call torch.compile in the function that pkt.launch runs"
             )
 
-    saved = worlds._current, worlds.op_begins, tensors.accessed
+    saved = worlds._current, worlds.op_begins, tensors.accessed, worlds.current_name
     worlds._current, worlds.op_begins, tensors.accessed = current, op_begins, machine.stream.accessed
+    worlds.current_name = worlds.of_size(machine.size)
     try:
         yield
     finally:
-        worlds._current, worlds.op_begins, tensors.accessed = saved
+        worlds._current, worlds.op_begins, tensors.accessed, worlds.current_name = saved
 
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:

@@ -52,6 +52,11 @@ class Block(nn.Module):
         return x + pkt.matmul_reduce_scatter(hidden, down)
 
 
+class Gathered(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return pkt.all_gather(x)
+
+
 def gradients(model: Any, x: torch.Tensor, parameters: Any) -> list[torch.Tensor]:
     """The result, and the gradients of its squared sum."""
     result = model(x)
@@ -81,6 +86,44 @@ def test_inductor() -> None:
         assert torch.equal(found[4 * world.rank :][:4], x)
         assert x.grad.eq(2).all()
 
+    on_ranks(2, run)
+
+
+def test_torchs_caches_know_the_size_of_a_world(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code in torch's caches, which other processes use too, has the shapes of results for as many ranks."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(world: Any) -> list[tuple[int, ...]]:
+        x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 6)
+        team = world.team(range(world.size - 1, -1, -1))
+
+        def called(x: torch.Tensor) -> Any:
+            return pkt.all_gather(x), *pkt.all_gather_matmul(x, [w, w]), pkt.all_gather(x, world=team)
+
+        found = compiled(called, "inductor")(x)
+        for one, wanted in zip(found, called(x), strict=True):
+            assert torch.allclose(one, wanted, rtol=1e-4, atol=1e-4)
+        return [tuple(one.shape) for one in found]
+
+    for ranks in (1, 2, 3):
+        rows = 4 * ranks
+        (shapes, *others) = on_ranks(ranks, run)
+        assert shapes == [(rows, 8), (rows, 6), (rows, 6), (rows, 8)]
+        assert all(other == shapes for other in others)
+
+
+def test_code_of_a_world_of_another_size_is_refused() -> None:
+    programs = []
+
+    def export(world: Any) -> None:
+        programs.append(torch.export.export(Gathered(), (torch.randn(4, 8),)))
+
+    def run(world: Any) -> None:
+        found = "of world 'of 1': found a world of 2: compile or export the code in this world"
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=found):
+            compiled(programs[0].module(), "eager")(torch.randn(4, 8))
+
+    on_ranks(1, export)
     on_ranks(2, run)
 
 

@@ -145,4 +145,5 @@ def gathered_order(rows: int, layout: str, size: int) -> torch.Tensor:
 
 def everywhere(shards: Sequence[torch.Tensor], layout: str, dim: int) -> torch.Tensor:
     """The whole sequence of all ranks' rows, by position."""
-    return torch.cat(tuple(shards), dim).index_select(dim, gathered_order(shards[0].shape[dim], layout, len(shards)))
+    whole = torch.cat(tuple(shards), dim)
+    return whole.index_select(dim, gathered_order(shards[0].shape[dim], layout, len(shards)).to(whole.device))

@@ -5,7 +5,7 @@
 
 The model is ordinary torch. `pkt.parallelize` puts it on pkt's operators; torch's `parallelize_module`, with the same
 plans, on NCCL. SERVING keeps all tokens on every rank (GEMM + all-reduce), TRAINING splits the sequence between blocks
-(all-gather + GEMM, GEMM + reduce-scatter). It has not run on GPUs.
+(all-gather + GEMM, GEMM + reduce-scatter). It has run on one GPU, not on several.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def all_to_all_matmul(
         those left out are as in `Tiles`.
 
     Sums are fp32. "push" adds the bias to them and rounds once; "unfused" rounds before it adds the bias. Returns
-    `out`, complete; the operands may be overwritten at once. It has not run on GPUs.
+    `out`, complete; the operands may be overwritten at once. It has run on ranks that share one H200, not on several
+    GPUs.
 
     Symmetric memory kept: twice x's bytes in "push", once in "unfused". Raises ShapeError,
     DtypeError, CollectiveMismatch, Unsupported.

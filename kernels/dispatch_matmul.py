@@ -9,7 +9,7 @@ push: one launch. Dispatch's push runs in it. Rows that have been placed are cou
        tokens alone, then the others.
 
 Tokens leave in their order, not in that of their experts, so blocks with other ranks' tokens become whole late. push
-has not run on GPUs, so it is not the default.
+has not been measured, so it is not the default.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ def dispatch_matmul(
     (R, N) of x's dtype, row by row what `grouped_matmul` makes of dispatched.rows; clear applies to both. Sums are in
     fp32.
 
-    mode: a form that the top of kernels/dispatch_matmul.py describes; None takes unfused, because push has not run on
-    GPUs. num_comm_sms: with push, programs that send, and as many more that place what arrives. tiles: of the product,
-    as for `grouped_matmul`. tokens_per_rank: with unfused, as for `dispatch`.
+    mode: a form that the top of kernels/dispatch_matmul.py describes; None takes unfused, because push has not
+    been measured. num_comm_sms: with push, programs that send, and as many more that place what arrives. tiles: of the
+    product, as for `grouped_matmul`. tokens_per_rank: with unfused, as for `dispatch`.
 
     Symmetric memory kept: as `dispatch`, and with push an int32 for each block of rows. Differentiable in x,
     topk_weights and w, by `combine`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,

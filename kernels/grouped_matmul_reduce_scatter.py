@@ -6,7 +6,7 @@ all ranks.
 
 unfused: `grouped_matmul`, a kernel that adds each token's rows into symmetric memory, and pkt's reduce-scatter.
 push: the one launch of `matmul_combine`'s push, in which all ranks have all tokens: the program that completes a
-    token's last row sends the token's sum home. push has not run on GPUs, so it is not the default.
+    token's last row sends the token's sum home. push has not been measured, so it is not the default.
 
 (W - 1) * T * N * itemsize bytes leave and enter each rank, for T tokens of N elements. A row's product and the sum of a
 rank's rows are rounded to the dtype, and so is the sum of all ranks, which is added in fp32 in a fixed order.
@@ -122,7 +122,7 @@ def grouped_matmul_reduce_scatter(
     sum of a rank's rows are rounded to x's dtype. The order of the sums is fixed. A token without an expert gets 0.
 
     mode: a form that the top of kernels/grouped_matmul_reduce_scatter.py describes; None takes unfused, because push
-    has not run on GPUs. tiles: of the product, as for `grouped_matmul`.
+    has not been measured. tiles: of the product, as for `grouped_matmul`.
 
     Symmetric memory kept: unfused size * T tokens of N elements, and what `reduce_scatter` keeps; push the product, and
     size * T tokens. Differentiable in x, w and the weights, by `all_gather`, `grouped_matmul` and `grouped_outer`.

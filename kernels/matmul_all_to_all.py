@@ -227,7 +227,8 @@ def matmul_all_to_all(
         and those left out are as in `Tiles`. The same on every rank.
 
     Sums are fp32. "push" adds the bias to them, norms, rotates and rounds once; "unfused" rounds before it adds the
-    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once. It has not run on GPUs.
+    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once. It has run on ranks
+    that share one H200, not on several GPUs.
 
     Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push". Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.

@@ -88,8 +88,8 @@ def flash_decode(
     in multi-head latent attention.
     k_scale, v_scale: fp32, of one element, or (KV heads,). The keys are k_cache * k_scale, the values v_cache *
     v_scale, each rank's its own; 1 where None. Without a v_cache V has k_scale, and v_scale must be None. fp8 is
-    multiplied in q's dtype, which holds all its numbers, so the result is that of the dequantised cache. fp8 caches and
-    the form "waits" have not run on GPUs.
+    multiplied in q's dtype, which holds all its numbers, so the result is that of the dequantised cache. fp8 caches
+    have not run on GPUs.
     block_table: int32 (B, pages of a sequence), the pages in which this rank's keys of each sequence lie, in the
     order of its keys. Nothing checks that they exist. Ranks may differ in pages, and in pages of a sequence.
     seq_lens: int32 (B, SQ), how many of this rank's keys each query token sees: the first so many, as any causal rule

@@ -104,7 +104,8 @@ def ring_attention(
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. A row that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the
     operands may be overwritten at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also
-    those of lse, are those of `pkt.ring_attention_backward`. It has not run on GPUs.
+    those of lse, are those of `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several
+    GPUs.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". Raises ShapeError,
     DtypeError, CollectiveMismatch, Unsupported.

@@ -103,7 +103,8 @@ def ring_attention_backward(
 
     Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
     to q's dtype before they are multiplied. The result is the same in every run, to the last bit. The gradients of rows
-    that see no key, or that nobody sees, are 0. Tensors may have any strides. It has not run on GPUs.
+    that see no key, or that nobody sees, are 0. Tensors may have any strides. It has run on ranks that share one H200,
+    not on several GPUs.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32. Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.

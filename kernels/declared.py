@@ -132,8 +132,8 @@ class Declared:
             remedy = "give it world=world.on_node; docs/scale-out.md lists the operators that work over nodes"
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if call.asked is not None:
-            forms = self.forms_of(world)
-            if call.asked not in forms and call.asked in {**self.forms, **self.across}:
+            forms = tuple(self.forms_of(world))
+            if call.asked not in forms and call.asked in (*self.forms, *self.across):
                 found = f"found mode {call.asked!r} in a world of {world.nodes} node{'s' * across}"
                 wanted = f"wanted {' or '.join(map(repr, forms))}"
                 raise Unsupported.here(f"rank {world.rank}: {self.name}", found, wanted)

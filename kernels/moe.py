@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import Closed, DtypeError, NotSymmetric, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
 
 from . import grouped_gradients
@@ -127,7 +127,7 @@ def _check(
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise DtypeError.argument("moe", name, tensor.dtype, wanted, rank)
         if tensor.device.type != device:
-            raise NotSymmetric.argument(rank, name, f"one on {tensor.device}", "moe")
+            raise DtypeError.argument("moe", name, f"a tensor on {tensor.device}", f"one on {device}", rank)
         sizes = tuple(tensor.shape)
         if len(sizes) != len(shape) or any(isinstance(n, int) and n != size for n, size in zip(shape, sizes)):
             raise ShapeError.argument("moe", name, sizes, f"({', '.join(map(str, shape))})", rank)

@@ -306,7 +306,7 @@ class ShapeError(PktError, ValueError):
 
 
 class DtypeError(PktError, TypeError):
-    """A dtype or type that is not supported, or dtypes that do not fit together."""
+    """A dtype, type or device that is not supported, or dtypes that do not fit together."""
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:

@@ -69,7 +69,7 @@ def operator_calls(operator: Operator) -> Iterator[Call]:
         # The shape of `out` is looked at first, and (4, 4) is that of some results.
         fits = name != "out" or operator.name in ("all_reduce", "all_to_all", "matmul_all_reduce")
         nowhere = torch.ones(4, 4, dtype=dtypes.get(name, torch.float32), device="meta")
-        yield call(name, nowhere, pkt.NotSymmetric if fits else pkt.ShapeError)
+        yield call(name, nowhere, pkt.DtypeError if fits else pkt.ShapeError)
     for name in inspect.signature(operator.function).parameters:
         for error, values in BAD.get(name, {}).items():
             for value in values:
@@ -92,7 +92,7 @@ def other_calls(tried: Tried) -> Iterator[Call]:
             for value in (*NO_TENSORS, *LAYOUTS.values()):
                 yield call(name, value, DtypeError)
         if isinstance(operand, torch.Tensor):
-            yield call(name, operand.to("meta"), pkt.NotSymmetric)
+            yield call(name, operand.to("meta"), DtypeError)
     for name, errors in {**common, **tried.wrong()}.items():
         for error, values in errors.items():
             for value in values:

@@ -15,6 +15,7 @@ from pkt.simulate.faults import Site
 from pkt.simulate.memory import OUTSIDE, Access, Unmapped
 from pkt.simulate.sites import site
 
+FARTHEST = 1 << 16  # windows: what is farther away is at the same place of one by chance
 EPOCH_BYTES = 8  # the word that `epoch` counts in
 
 
@@ -95,7 +96,7 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     if (meant := space.holding(origin)) is not None:  # see `shortcuts.peer`
         found = f"a copy of {meant.element(origin)} on a rank that the team does not have"
         return findings.OutOfBounds.outside(access(found), "a team's peers are its own ranks, from 0")
-    if not exists and mine is not None:
+    if not exists and mine is not None and abs(window) < FARTHEST:
         element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
         return findings.OutOfBounds.outside(access(element), peers)
     heap = f"byte {address - space.window(window)} of rank {window}'s heap"

@@ -389,6 +389,25 @@ def test_an_element_half_outside_is_out_of_bounds() -> None:
         run(across_the_end, (1,), x, out, 4)
 
 
+@triton.jit
+def windows_away(x, n, world):
+    tl.load(x + n)
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"), [(3, r"rank 3's x\[0\]"), (-7, r"rank -7's x\[0\]"), (1 << 40, "an address in no rank's heap")]
+)
+def test_an_address_is_of_a_rank_only_if_it_is_near(windows: int, said: str) -> None:
+    """An address of other memory may lie where a tensor would in a window that is very far away."""
+
+    def body(world: Any) -> None:
+        x = pkt.zeros(4, dtype=torch.int32)
+        windows_away[(1,)](x, (windows << 20) // 4, world.device)
+
+    with pytest.raises(OutOfBounds, match=f"load of {said} by rank 0"):
+        pkt.launch(body, 1, "cpu", heap=1 << 20)
+
+
 # -- the address space itself ----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 import pkt
-from pkt.kernels.all_gather_matmul import plain
+from pkt.kernels.all_gather_matmul import host
 
 from .helpers import MLP, Attention, Block, drawn, gradients, near, on_ranks, part, whole_block
 
@@ -83,7 +83,7 @@ def test_linears_in_every_layout() -> None:
 
 def test_gathered_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With keep="whole" the backward pass gathers none of them, and finds the same gradients."""
-    monkeypatch.setattr(plain, "all_gather", None)
+    monkeypatch.setattr(host, "all_gather", None)
 
     def run(world: Any) -> None:
         block = split_block(world, True)

@@ -116,7 +116,7 @@ class World:
             first = f"{parent.name}/{parent._made}"
         else:  # simulated ranks run the code that one of them compiles
             first = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
-        self.name = f"{first} {of_size(self.size)}"
+        self.name: str = f"{first} {of_size(self.size)}"
         """In compiled code, of this process. Members give a team one name, and other teams others."""
         self.lineage[-1]._by_name[self.name] = _named[self.name] = self
         self._closed = False

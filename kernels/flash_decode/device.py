@@ -78,13 +78,10 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
     rows = p.B * p.SQ * p.HEADS
-    e = tl.arange(0, p.COLUMNS)
     for task in range(pid, tl.cdiv(rows, TAKE), programs):
         number = task * TAKE + tl.arange(0, TAKE)
-        exists = number < rows
-        row = results_ptr + tl.cast(number, tl.int64) * (p.E + 1)
-        part = tl.load(row[:, None] + e[None, :], mask=exists[:, None] & (e < p.E)[None, :], other=0)
-        _put(part, tl.load(row + p.E, mask=exists, other=0), number, exists, launch, p, world)
+        part, lse = load_rows(results_ptr + tl.cast(number, tl.int64) * (p.E + 1), number < rows, p)
+        _put(part, lse, number, number < rows, launch, p, world)
     for task in range(pid, tl.cdiv(rows, TAKE), programs):
         number = task * TAKE + tl.arange(0, TAKE)
         _take_and_store(number, number < rows, launch, p, world, TAKE)
@@ -97,19 +94,37 @@ def combine_kernel(p, ranks: tl.constexpr, TAKE: tl.constexpr):
     """Merge the ranks' results, p.slots_ptr fp32 (ranks, rows, E + 1), TAKE rows in a program."""
     rows = p.B * p.SQ * p.HEADS
     number = tl.program_id(0) * TAKE + tl.arange(0, TAKE)
-    exists = number < rows
-    e = tl.arange(0, p.COLUMNS)
-    inside = exists[:, None] & (e < p.E)[None, :]
-    most = tl.full((TAKE,), float("-inf"), tl.float32)
-    total = tl.zeros((TAKE,), tl.float32)
-    acc = tl.zeros((TAKE, p.COLUMNS), tl.float32)
+    merged = no_rows(p, TAKE)
     for rank in tl.static_range(ranks):
         row = p.slots_ptr + (tl.cast(rank * rows, tl.int64) + number) * (p.E + 1)
-        lse = tl.load(row + p.E, mask=exists, other=0)
-        most, total, old, new = merging.weights(most, total, lse)
-        acc = acc * old[:, None] + tl.load(row[:, None] + e[None, :], mask=inside, other=0) * new[:, None]
-    most, total, acc = _with_sink(most, total, acc, number, exists, p)
-    _store_rows(acc, most, total, number, exists, p)
+        merged = with_rows(merged, row, number < rows, p)
+    most, total, acc = with_sink(merged[0], merged[1], merged[2], number, number < rows, p)
+    part, lse = merging.divided(acc, most, total)
+    store_rows(part, lse, number, number < rows, p)
+
+
+@triton.jit
+def load_rows(row, exists, p):
+    """Rows of results, fp32 (TAKE, COLUMNS), and their lse, (TAKE,). row: (TAKE,) pointers to E + 1 fp32."""
+    e = tl.arange(0, p.COLUMNS)
+    part = tl.load(row[:, None] + e[None, :], mask=exists[:, None] & (e < p.E)[None, :], other=0)
+    return part, tl.load(row + p.E, mask=exists, other=0)
+
+
+@triton.jit
+def no_rows(p, TAKE: tl.constexpr):
+    """No results, to merge others into: (greatest lse, sum of weights, the weighted sums)."""
+    zeros = tl.zeros((TAKE, p.COLUMNS), tl.float32)
+    return tl.full((TAKE,), float("-inf"), tl.float32), tl.zeros((TAKE,), tl.float32), zeros
+
+
+@triton.jit
+def with_rows(merged, row, exists, p):
+    """`merged` with the results at `row`, see `load_rows`."""
+    most, total, acc = merged
+    part, lse = load_rows(row, exists, p)
+    most, total, old, new = merging.weights(most, total, lse)
+    return most, total, acc * old[:, None] + part * new[:, None]
 
 
 @triton.jit
@@ -167,7 +182,7 @@ def _all_parts(merged, at, parts, exists, launch, p, world, TOGETHER: tl.constex
 
 
 @triton.jit
-def _with_sink(most, total, acc, number, exists, p):
+def with_sink(most, total, acc, number, exists, p):
     """The sink: a key of value 0."""
     if p.sinks_ptr is not None:
         sink = tl.load(p.sinks_ptr + number % p.HEADS, mask=exists, other=0)
@@ -179,13 +194,14 @@ def _with_sink(most, total, acc, number, exists, p):
 @triton.jit
 def _store(merged, number, exists, p):
     acc = merging.sums(merged)
-    most, total, acc = _with_sink(merged[0], merged[1], acc, number, exists, p)
-    _store_rows(acc, most, total, number, exists, p)
+    most, total, acc = with_sink(merged[0], merged[1], acc, number, exists, p)
+    rows, lse = merging.divided(acc, most, total)
+    store_rows(rows, lse, number, exists, p)
 
 
 @triton.jit
-def _store_rows(acc, most, total, number, exists, p):
-    rows, lse = merging.divided(acc, most, total)
+def store_rows(rows, lse, number, exists, p):
+    """Store finished rows, and their lse."""
     e = tl.arange(0, p.COLUMNS)
     out = p.out_ptr + tl.cast(number, tl.int64)[:, None] * p.E + e[None, :]
     tl.store(out, rows.to(p.out_ptr.dtype.element_ty), mask=exists[:, None] & (e < p.E)[None, :])

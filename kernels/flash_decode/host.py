@@ -11,6 +11,10 @@ waits: two launches: a rank's result, and a kernel that puts it to every rank in
 unfused: three launches: a rank's result, pkt's all-gather, and a kernel that merges: the gathered bytes are
     4 * (W - 1) * rows * (E + 1).
 nccl: the same with NCCL's all-gather, through torch.distributed.
+nodes: the only form in a world of several nodes, of M ranks each: two launches, a rank's result, and a kernel that
+    merges, see nodes.py. Each rank merges 1 / M of the rows of its node and puts them to each of the other N - 1 nodes:
+    4 * (N - 1) / M * rows * (E + 1) bytes out of each rank over the network, and 8 * (M - 1) / M * rows * (E + 1) in
+    the node. It has run in the simulator only.
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import MAX_STAGES, Call, Case, Form, Launch, Operand, integer, number
 from ..declaration import block as block_size
 from ..operator import Operator
-from ..shared import flagged, unfused
+from ..shared import flagged, nodes, unfused
 from ..shared.checks import FLOATS
 from ..shared.grid import num_programs
 from ..shared.tile_words import words_of_row
 from .attention import Decode
 from .device import combine_kernel, decode_kernel, exchange_kernel
+from .nodes import launch_over_nodes
 from .reference import bound, reference
 
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,7 +78,7 @@ def flash_decode(
     v_dim: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    mode: Literal["fused", "waits", "unfused", "nccl"] | None = None,
+    mode: Literal["fused", "waits", "unfused", "nccl", "nodes"] | None = None,
     block: int | None = None,
     stages: int | None = None,
     warps: int | None = None,
@@ -102,14 +107,15 @@ def flash_decode(
     the sink. Where a query token sees no key on any rank, out is 0, and lse is -inf or the sink. Both are complete when
     the call ends, and the same bits on every rank.
 
-    mode: a form that the top of kernels/flash_decode/host.py describes; fused where None. block: keys that a program
+    mode: a form that the top of kernels/flash_decode/host.py describes; fused where None, and nodes over nodes. block: keys that a program
     loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used at once. warps: of a
     program. programs: how many, all of which must be resident. Where None, the best that were measured. Caches are
     used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as a transposed view;
     other tensors of any strides are copied.
 
     Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
-    rows of them; and a unit's for each program and each unit, see attention.py. Raises NotSymmetric, ShapeError,
+    rows of them; and a unit's for each program and each unit, see attention.py. nodes, over N nodes of M ranks, keeps
+    2 + 2 * N / M times rows of E + 1 fp32. Raises NotSymmetric, ShapeError,
     DtypeError, Unsupported, CollectiveMismatch.
     """
     tensors = q, k_cache, v_cache, block_table, seq_lens, sinks, out, k_scale, v_scale
@@ -358,6 +364,18 @@ def _by_nccl(call: Call, mine: SymmetricTensor, everybodys: SymmetricTensor) -> 
     return lambda: dist.all_gather_into_tensor(to, of, group=group)
 
 
+def _over_nodes(call: Call) -> Launch:
+    decode, (*rows, E) = _decode(call, False), call.shape
+    merge = launch_over_nodes(call.world, math.prod(rows), E, decode.take, decode.memory)
+
+    def launch(*tensors: Any) -> Any:
+        decode.launch(tensors)
+        merge(decode.argument(tensors, decode.memory))
+        return tensors[OUT], tensors[-1]
+
+    return launch
+
+
 # -------------------------------------------------------------------------------------------------------- declaration
 def _table(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> torch.Tensor:
     """Any pages."""
@@ -424,6 +442,13 @@ OPERATOR = Operator(
             settings=SETTINGS, small=SMALL, gpu=True, fits=unfused.lacks_group,
         ),
     },
+    across={
+        "nodes": Form(
+            _over_nodes, "a node's results are merged, then cross the network once, along the rails",
+            "4 (N - 1) / M rows (E + 1) over the network, 8 (M - 1) / M rows (E + 1) in the node", fits=nodes.fits,
+            settings=SETTINGS, small=SMALL,
+        ),
+    },
     reference=reference,
     bound=bound,
     private="pt",
@@ -438,5 +463,11 @@ OPERATOR = Operator(
         ),
         Case(sizes=ONE_UNIT, arguments={"mode": "fused"}, ranks=2),
         Case(sizes=ONE_UNIT, arguments={"mode": "waits"}, ranks=2),
+        Case(
+            sizes=SIZES, arguments={"mode": "nodes", "given": ("v_cache", "sinks")}, ranks=8, node_size=4,
+            explore=False, large=LARGE,
+        ),
+        Case(sizes=SIZES, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(sizes=ONE_UNIT | {"t": 1}, arguments={"mode": "nodes"}, ranks=4, node_size=2),
     ),
 )  # fmt: skip

@@ -103,10 +103,14 @@ def predict(
 
 
 def _declared(operator: Any) -> Operator:
-    """The operator of that name or function that has a form over nodes. Raises ShapeError."""
+    """The operator of that name or function that has a form over nodes whose time is modelled. Raises ShapeError."""
     name = getattr(operator, "__name__", operator)
     declared = named(name) if isinstance(name, str) else None
-    if declared is None or not declared.across:
-        wanted = ", ".join(each.name for each in operators().values() if each.across)
+    if declared is None or not _modelled(declared):
+        wanted = ", ".join(each.name for each in operators().values() if _modelled(each))
         raise ShapeError.argument(CALL, "operator", repr(name), f"one with a form over nodes: {wanted}")
     return declared
+
+
+def _modelled(operator: Operator) -> bool:
+    return any(form.seconds for form in operator.across.values())

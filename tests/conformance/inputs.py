@@ -112,7 +112,7 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
         if not letters:
             yield case
             continue
-        call = Call(operator.name, SimpleNamespace(size=2, rank=0), {}, arguments_of(operator, case), {}, mode)
+        call = Call(operator.name, world_of(operator, mode), {}, arguments_of(operator, case), {}, mode)
         call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=torch.bfloat16)
         call.sizes = dict(case.sizes)
         if case not in operator.cases and callable(operator.result):
@@ -125,6 +125,14 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
             taken = True
     if form.gpu and not taken:
         yield dataclasses.replace(operator.cases[0], arguments={**operator.cases[0].arguments, "mode": mode})
+
+
+def world_of(operator: Operator, mode: str) -> Any:
+    """As much of a world of two ranks, in which a form runs, as its `fits` asks for."""
+    near = 1 if mode in operator.across else 2
+    return SimpleNamespace(
+        size=2, rank=0, ranks=(0, 1), nodes=2 // near, node_size=near, backend=SimpleNamespace(node_size=near)
+    )
 
 
 def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:

@@ -2,10 +2,14 @@
 
 pull: one launch, see pull.py. A rank adds the rows of each token that it has, and the token's rank loads the sum.
 low_latency: one launch without barriers, see low_latency.py. Sums go home in flagged words.
+nodes: the only form in a world of several nodes: one launch, see nodes.py. A node's ranks add their sums, and one sum a
+    token goes home from each other node that has its experts: H * itemsize bytes over the network, and as many in the
+    node for each rank but one that has them. Before that a token costs 4 * M bytes to each other node, of M ranks. It
+    has run in the simulator only.
 
 All sums are in fp32, first over a token's experts on a rank in the token's order, then over the ranks in their order:
 every run adds alike. Between the two a sum is rounded to y's dtype. Of each token one sum leaves each rank that has its
-experts.
+experts. Over nodes the ranks' sums are added node by node, and those of other nodes rounded once more.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from ..dispatch.examples import some_rows, some_slots, some_sources, some_weight
 from ..dispatch.gradients import OF_COMBINE
 from ..dispatch.result import check_promise
 from ..operator import Operator
+from ..shared import nodes
 from ..shared.checks import FLOATS
-from .plans import plan_low_latency, plan_pull, tokens_at_most
+from .plans import plan_low_latency, plan_nodes, plan_pull, tokens_at_most
 from .reference import bound, reference
 
 
@@ -32,7 +37,7 @@ def combine(
     dispatched: Dispatched,
     out: torch.Tensor | None = None,
     *,
-    mode: Literal["pull", "low_latency"] | None = None,
+    mode: Literal["pull", "low_latency", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     tokens_per_rank: int | None = None,
     world: World | None = None,
@@ -42,18 +47,19 @@ def combine(
     y: (R, H), a row for each row that `dispatch` has returned, of which H may be another; its rows that are no token's
     are not read. dispatched: what `dispatch` has returned; `dispatched._replace(weights=None)` adds without weights.
     out: (T, H) of y's dtype; a new tensor where None. A token that has no expert, or whose experts' ranks had no room,
-    is 0. Returns `out`, the same in both forms, bit by bit where a GPU rounds alike in both. The host waits for
-    nothing, so a CUDA graph replays with other routing.
+    is 0. Returns `out`, the same in pull and low_latency, bit by bit where a GPU rounds alike in both. The host
+    waits for nothing, so a CUDA graph replays with other routing.
 
     mode: a form that the top of kernels/combine/host.py describes. tokens_per_rank: a promise that no rank has more
     tokens, alike on all ranks; low_latency keeps a place for each of them and each rank, or for R, 64 at least, where
     None. With it, mode None takes the form that kernels/dispatch/rules.py predicts to be faster, which is low_latency
-    for few tokens; without it, pull. num_comm_sms: with pull only, programs that load from the ranks, while the others
-    add this rank's rows.
+    for few tokens; without it, pull. nodes keeps room as low_latency does. num_comm_sms: with pull only, programs that
+    load from the ranks, while the others add this rank's rows.
 
     Differentiable, also in the weights. Symmetric memory kept: pull as many tokens as y has rows, rounded up;
     low_latency, in words of 4 / 3 of their bytes and rounded up to a power of two, 2 * size * tokens_per_rank
-    tokens, shared with the low-latency forms of the collectives. Raises ShapeError, DtypeError, CollectiveMismatch.
+    tokens, shared with the low-latency forms of the collectives; nodes, on N of them, the tokens of pull and
+    2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
     if isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided:
@@ -72,7 +78,8 @@ def default(call: Call) -> str:
 
 def _shape(call: Call) -> Shape:
     few = call.asked == "low_latency"
-    check_promise(call, "dispatched.places", tokens_at_most(call) if few else call.given.get("tokens_per_rank"))
+    room = tokens_at_most(call) if few or call.world.nodes > 1 else call.given.get("tokens_per_rank")
+    check_promise(call, "dispatched.places", room)
     if few and call.tensors.get("dispatched.source") is None:
         raise call.refuse("dispatched.source", None, "what `dispatch` has returned, or another mode")
     return call.sizes["t"], call["h"]
@@ -102,6 +109,13 @@ OPERATOR = Operator(
             "4 / 3 of y's sums that leave, once a token", settings={"tokens_per_rank": None}, roundings=lambda size: 2,
         ),
     },
+    across={
+        "nodes": Form(
+            plan_nodes, "a node's ranks add their sums, and put one for each token home, along the rail",
+            "y's sums that leave: over the network once a node, in the node once a rank",
+            settings={"tokens_per_rank": None}, roundings=lambda size: 3, fits=nodes.fits,
+        ),
+    },
     default=default,
     reference=reference,
     bound=bound,
@@ -119,5 +133,15 @@ OPERATOR = Operator(
         Case(FEW, arguments={"mode": "low_latency", **GIVEN}, out="given", explore=False),
         Case({"r": 40, "h": 13, "s": 20, "k": 3, "t": 9}, arguments={"mode": "low_latency", **GIVEN}, explore=False),
         Case({"r": 40, "h": 50, "s": 9, "k": 16, "t": 2}, arguments={"mode": "low_latency", **GIVEN}, explore=False),
+        Case(
+            {"r": 8, "h": 2, "s": 8, "k": 1, "t": 2}, arguments={"mode": "nodes", **GIVEN}, ranks=4, node_size=2,
+            large={"r": 64, "h": 7168, "s": 64, "k": 8, "t": 32},
+        ),
+        Case(
+            {"r": 40, "h": 13, "s": 40, "k": 3, "t": 4}, arguments={"mode": "nodes", **GIVEN}, ranks=8, node_size=4,
+            explore=False,
+        ),
+        Case({"r": 40, "h": 5, "s": 40, "k": 2, "t": 4}, arguments={"mode": "nodes"}, ranks=8, node_size=2,
+             explore=False),
     ),
 )  # fmt: skip

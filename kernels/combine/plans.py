@@ -15,8 +15,9 @@ from ..declaration import Call, Launch
 from ..dispatch.arguments import Words
 from ..dispatch.plans import THREADS, parts_of, words_of
 from ..dispatch.rules import COLLECTORS
-from ..shared import flagged
+from ..shared import flagged, rails
 from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from . import nodes
 from .low_latency import Few, low_latency_kernel
 from .pull import Size, combine_kernel
 
@@ -33,24 +34,15 @@ LOOK = 64
 
 def plan_pull(call: Call) -> Launch:
     """A grid, buffers and counters of pull."""
-    world, (_, H), (slots, K) = call.world, call["y"].shape, call["dispatched.tokens"].shape
+    world, (_, H), slots = call.world, call["y"].shape, call.sizes["s"]
     programs = num_programs(world, world.num_sms)
-    collectors = max(1, min(call["num_comm_sms"] or COLLECTORS, programs - 1))
-    cols = min(1024, triton.next_power_of_2(max(H, 1)))
-    chunk = max(2, min(MOST_CHUNK, triton.next_power_of_2(slots // 256)))
-    chunks = triton.cdiv(slots, chunk)
-    group = max(1, min(MOST_GROUP, chunks // 4))
-    tile = max(1, TILE_BYTES // (cols * call.dtype.itemsize))
-    K2 = triton.next_power_of_2(max(K, 1))
-    rows = min(chunk, max(1, tile // 2 * 8 // max(K2, 8)))  # of K rows each, in registers
-    sized = Size(
-        call.sizes["t"], H, slots, *map(tl.constexpr, (K, K2, chunk, group, collectors, rows, min(chunk, tile), cols))
-    )
+    sized = _sized(call, max(1, min(call["num_comm_sms"] or COLLECTORS, programs - 1)))
+    groups = triton.cdiv(triton.cdiv(slots, sized.CHUNK.value), sized.GROUP.value)
     sums, ready = world.keep(
         ("combine", slots, H, call.dtype),
         lambda: (
             empty(max(slots, 1), max(H, 1), dtype=call.dtype, name="combine.sums", world=world),
-            signals(max(world.size * triton.cdiv(chunks, group), 1), name="combine.ready", world=world),
+            signals(max(world.size * groups, 1), name="combine.ready", world=world),
         ),
     )
     start = cooperative_launch(world, combine_kernel, (programs,), **COPY_OPTIONS)
@@ -65,8 +57,57 @@ def plan_pull(call: Call) -> Launch:
     return launch
 
 
+def _sized(call: Call, collectors: int) -> Size:
+    (_, H), (slots, K) = call["y"].shape, call["dispatched.tokens"].shape
+    cols = min(1024, triton.next_power_of_2(max(H, 1)))
+    chunk = max(2, min(MOST_CHUNK, triton.next_power_of_2(slots // 256)))
+    chunks = triton.cdiv(slots, chunk)
+    group = max(1, min(MOST_GROUP, chunks // 4))
+    tile = max(1, TILE_BYTES // (cols * call.dtype.itemsize))
+    K2 = triton.next_power_of_2(max(K, 1))
+    rows = min(chunk, max(1, tile // 2 * 8 // max(K2, 8)))  # of K rows each, in registers
+    return Size(
+        call.sizes["t"], H, slots, *map(tl.constexpr, (K, K2, chunk, group, collectors, rows, min(chunk, tile), cols))
+    )
+
+
+def plan_nodes(call: Call) -> Launch:
+    """A grid, buffers and counters of nodes."""
+    world, (_, H), slots = call.world, call["y"].shape, call.sizes["s"]
+    programs, most, count = num_programs(world, world.num_sms), tokens_at_most(call), world.nodes
+
+    def in_heap(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return empty(*shape, dtype=dtype, name=name, world=world)
+
+    def counters(name: str, n: int) -> torch.Tensor:
+        return signals(n, name=name, world=world)
+
+    def make() -> tuple[nodes.Buffers, rails.Pieces]:
+        r = rails.pieces("combine", most, 1, programs, world.node_size, count, in_heap, counters)
+        lines = count, programs, r.each, max(H, 1)
+        return nodes.Buffers(
+            in_heap("combine.sums", max(slots, 1), max(H, 1), dtype=call.dtype),
+            in_heap("combine.leaving", *lines, dtype=call.dtype), in_heap("combine.home", *lines, dtype=call.dtype),
+            counters("combine.ready", 1), counters("combine.came", count * programs),
+            counters("combine.read", programs),
+        ), r  # fmt: skip
+
+    memory = world.keep(("combine", "nodes", slots, H, most, call.dtype), make)
+    start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
+    sized = _sized(call, 1)
+
+    def launch(
+        y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        start(y, tokens, places, weights, out, *memory, sized, world.device)
+        return out
+
+    return launch
+
+
 def tokens_at_most(call: Call) -> int:
-    """Tokens of a rank for which `low_latency` has room: as promised, or as many as there are rows, and LEAST_ROOM."""
+    """Tokens of a rank for which `low_latency` and `nodes` have room: as promised, or as many as there are rows, and
+    LEAST_ROOM."""
     promised = call.given.get("tokens_per_rank")
     return max(call.sizes["r"], LEAST_ROOM) if promised is None else int(promised)
 

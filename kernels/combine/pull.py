@@ -57,28 +57,34 @@ def combine_kernel(
 @triton.jit
 def _add(y_ptr, tokens_ptr, weights_ptr, sums_ptr, ready_ptr, launch, first, step, p, world):
     """Add the rows of every slot's token, chunk by chunk."""
-    k = tl.arange(0, p.K2)[None, :]
     chunks = tl.cdiv(p.S, p.CHUNK)
     for chunk in range(first, chunks, step):
-        for start in range(chunk * p.CHUNK, chunk * p.CHUNK + p.CHUNK, p.ROWS):
-            slot = tl.cast(start, tl.int64) + tl.arange(0, p.ROWS)[:, None]
-            inside = (slot < p.S) & (k < p.K)
-            rows = tl.load(tokens_ptr + slot * p.K + k, mask=inside, other=-1)
-            if tl.max(tl.max(rows, 1), 0) >= 0:
-                for col in range(0, p.H, p.COLS):
-                    cols = col + tl.arange(0, p.COLS)[None, :]
-                    total = tl.zeros((p.ROWS, p.COLS), tl.float32)
-                    for number in tl.static_range(p.K):
-                        row = tl.max(tl.where(k == number, rows, -1), 1)[:, None]
-                        at = y_ptr + tl.cast(row, tl.int64) * p.H + cols
-                        part = tl.load(at, mask=(row >= 0) & (cols < p.H), other=0).to(tl.float32)
-                        if weights_ptr is not None:
-                            part *= tl.load(weights_ptr + row, mask=row >= 0, other=0)
-                        total += part
-                    sums = sums_ptr + slot * p.H + cols
-                    tl.store(sums, total.to(sums_ptr.dtype.element_ty), mask=(slot < p.S) & (cols < p.H))
+        add_chunk(y_ptr, tokens_ptr, weights_ptr, sums_ptr, chunk, p)
         ready = ready_ptr + tl.cast(world.rank, tl.int32) * tl.cdiv(chunks, p.GROUP) + chunk // p.GROUP
         pl.signal_all(ready, world)  # publish the chunk
+
+
+@triton.jit
+def add_chunk(y_ptr, tokens_ptr, weights_ptr, sums_ptr, chunk, p):
+    """Add the rows of the tokens in a chunk of slots."""
+    k = tl.arange(0, p.K2)[None, :]
+    for start in range(chunk * p.CHUNK, chunk * p.CHUNK + p.CHUNK, p.ROWS):
+        slot = tl.cast(start, tl.int64) + tl.arange(0, p.ROWS)[:, None]
+        inside = (slot < p.S) & (k < p.K)
+        rows = tl.load(tokens_ptr + slot * p.K + k, mask=inside, other=-1)
+        if tl.max(tl.max(rows, 1), 0) >= 0:
+            for col in range(0, p.H, p.COLS):
+                cols = col + tl.arange(0, p.COLS)[None, :]
+                total = tl.zeros((p.ROWS, p.COLS), tl.float32)
+                for number in tl.static_range(p.K):
+                    row = tl.max(tl.where(k == number, rows, -1), 1)[:, None]
+                    at = y_ptr + tl.cast(row, tl.int64) * p.H + cols
+                    part = tl.load(at, mask=(row >= 0) & (cols < p.H), other=0).to(tl.float32)
+                    if weights_ptr is not None:
+                        part *= tl.load(weights_ptr + row, mask=row >= 0, other=0)
+                    total += part
+                sums = sums_ptr + slot * p.H + cols
+                tl.store(sums, total.to(sums_ptr.dtype.element_ty), mask=(slot < p.S) & (cols < p.H))
 
 
 @triton.jit

@@ -21,16 +21,22 @@ def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
     return SimpleNamespace(tokens=call[f"{prefix}tokens"], places=call[f"{prefix}places"], weights=weights)
 
 
+def _promised(call: Recorded) -> dict[str, int | None]:
+    """Over nodes the promise of tokens, without which the backward pass would keep places for as many as there are
+    rows. Within a node it might choose another form."""
+    return {"tokens_per_rank": call["tokens_per_rank"]} if call.world.nodes > 1 else {}
+
+
 def _of_dispatch(call: Recorded) -> Gradients:
-    handle, found = _handle(call, "", None), {}
+    handle, more, found = _handle(call, "", None), _promised(call), {}
     if "x" in call.wanted:
-        found["x"] = call.operator("combine", call.grads[0], handle)
+        found["x"] = call.operator("combine", call.grads[0], handle, **more)
     if "topk_weights" in call.wanted:
         number = torch.arange(handle.tokens.shape[1], dtype=torch.int32, device=handle.tokens.device)
         spread = torch.where(call["source"][:, 2:] == number, call.grads[1][:, None], 0)  # fp32 (R, K)
-        found["topk_weights"] = call.operator("combine", spread, handle)
+        found["topk_weights"] = call.operator("combine", spread, handle, **more)
     if "scales" in call.wanted:
-        found["scales"] = call.operator("combine", call.grads[8], handle)
+        found["scales"] = call.operator("combine", call.grads[8], handle, **more)
     return found
 
 
@@ -44,21 +50,23 @@ def _of_combine(call: Recorded) -> Gradients:
         weights = torch.ones(call.shape("y")[0], dtype=torch.float32, device=call.grad.device)
     if "dispatched.weights" in call.wanted:
         y = call["y"]
-    rows, dots = call.operator("dispatch_again", call.grad, _handle(call, "dispatched.", weights), y)
+    handle = _handle(call, "dispatched.", weights)
+    rows, dots = call.operator("dispatch_again", call.grad, handle, y, **_promised(call))
     return {"y": rows, "dispatched.weights": dots}
 
 
 def _of_dispatch_again(call: Recorded) -> Gradients:
     rows, dots = call.grads
     found: dict[str, torch.Tensor] = {}
+    more = _promised(call)
     if "x" in call.wanted:
         weights = call["dispatched.weights"]
-        found["x"] = call.operator("combine", rows, _handle(call, "dispatched.", weights))
+        found["x"] = call.operator("combine", rows, _handle(call, "dispatched.", weights), **more)
         if call["y"] is not None:
-            found["x"] = found["x"] + call.operator("combine", call["y"], _handle(call, "dispatched.", dots))
+            found["x"] = found["x"] + call.operator("combine", call["y"], _handle(call, "dispatched.", dots), **more)
     if call.wanted & {"dispatched.weights", "y"}:
         own = rows if "dispatched.weights" in call.wanted else None
-        again = call.operator("dispatch_again", call["x"], _handle(call, "dispatched.", dots), own)
+        again = call.operator("dispatch_again", call["x"], _handle(call, "dispatched.", dots), own, **more)
         found |= {"y": again[0], "dispatched.weights": again[1]}
     return found
 

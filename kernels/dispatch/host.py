@@ -7,6 +7,10 @@ push: one launch, see push.py. Tokens go into inboxes, chunk by chunk, and from 
     experts and G scales costs H * itemsize + 4 * G + 8 * K + 4 bytes to each rank that it goes to.
 low_latency: one launch without barriers, see low_latency.py. Tokens go in flagged words, as soon as they are there. A
     word is 12 bytes of data and 4 of flag: 16 * (ceil(H * itemsize / 12) + ceil(G / 3) + K + 1) bytes to each rank.
+nodes: the only form in a world of several nodes: one launch, see nodes.py. A token crosses the network once to each
+    node that has an expert of it, to the rank of its rail, and every rank of that node that needs it loads it there. It
+    costs H * itemsize + 4 * G + 12 * K bytes for each node, and as many for each rank that loads it from another. To
+    each other node, of M ranks, go 4 * M bytes more for every token. It has run in the simulator only.
 
 So 7168 elements of fp8 with 56 scales and 8 experts are 7460 bytes in push and 10016 in low_latency; without scales and
 in bf16 they are 14404 and 19264.
@@ -23,11 +27,12 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Operand, Shape, flag, integer
 from ..operator import Operator
+from ..shared import nodes
 from ..shared.checks import FLOATS
 from ..shared.fp8 import FP8
 from . import rules
 from .gradients import OF_DISPATCH
-from .plans import plan_low_latency, plan_push, scales_of
+from .plans import plan_low_latency, plan_nodes, plan_push, scales_of, tokens_over_nodes
 from .reference import reference, undefined
 from .result import Dispatched, check_promise, slots_of
 
@@ -43,7 +48,7 @@ def dispatch(
     max_tokens: int,
     alignment: int = 1,
     clear: bool | None = None,
-    mode: Literal["push", "low_latency"] | None = None,
+    mode: Literal["push", "low_latency", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     tokens_per_rank: int | None = None,
     world: World | None = None,
@@ -60,13 +65,15 @@ def dispatch(
     zeros to a multiple of it. clear: whether the rows behind the last expert's become zeros, as functions of torch need
     that compute with them; they are not written otherwise. None: they do where gradients are enabled. It is alike on
     all ranks. out: (max_tokens, H) of x's dtype for the rows; a new tensor where None. Returns `Dispatched`, whose
-    tensors `pkt.grouped_matmul` and `pkt.combine` take; it is the same in both forms, bit by bit. The host waits for
+    tensors `pkt.grouped_matmul` and `pkt.combine` take; it is the same in all forms, bit by bit. The host waits for
     nothing, so a CUDA graph replays with other routing.
 
     mode: a form that the top of kernels/dispatch/host.py describes. tokens_per_rank: a promise that no rank has more
     tokens, alike on all ranks; low_latency keeps a place for each of them at each rank, or for max_tokens where None.
     With it, mode None takes the form that kernels/dispatch/rules.py predicts to be faster, which is low_latency for few
-    tokens; without it, push. num_comm_sms: with push only, programs that send, while the others place what arrives.
+    tokens; without it, push. nodes keeps a place for each token of the ranks of a rail, or for max_tokens of each
+    where None, and no rank may have more. num_comm_sms: with push only, programs that send, while the others place what
+    arrives.
 
     If a rank would need more than max_tokens rows, it receives none: its offsets are 0, its counts are true, and
     `Dispatched.check` raises an error that says how many rows it needs. With the greatest T of any rank,
@@ -74,8 +81,8 @@ def dispatch(
 
     Symmetric memory kept: push max_tokens tokens with their scales; low_latency, in words of 4 / 3 of their bytes and
     rounded up to a power of two, 2 * size * tokens_per_rank of them, shared with the low-latency forms of the
-    collectives. Differentiable in x, topk_weights and scales, but in nothing if x is fp8. Raises ShapeError,
-    DtypeError, Unsupported, CollectiveMismatch.
+    collectives; nodes, on N of them, N * tokens_per_rank tokens with their pairs and scales. Differentiable in x,
+    topk_weights and scales, but in nothing if x is fp8. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out, scales
     clear = torch.is_grad_enabled() if clear is None else clear
@@ -101,7 +108,7 @@ def default(call: Call) -> str:
 def _bound(call: Call) -> Shape:
     """The shape of the rows, and the letters of the further results."""
     size, R = call.world.size, call["max_tokens"]
-    check_promise(call, "x", call.given.get("tokens_per_rank"))
+    check_promise(call, "x", tokens_over_nodes(call) if call.world.nodes > 1 else call.given.get("tokens_per_rank"))
     own = triton.cdiv(call["num_experts"], size)
     most = MOST_ROWS // (own * size)
     if call["alignment"] > most:
@@ -155,6 +162,13 @@ OPERATOR = Operator(
             "4 / 3 of x and scales of tokens that leave, once a rank", settings={"tokens_per_rank": None},
         ),
     },
+    across={
+        "nodes": Form(
+            plan_nodes, "once over the network to each node, along the rail, and from there into the rows",
+            "x, scales and pairs of tokens that leave: over the network once a node, in the node once a rank",
+            settings={"tokens_per_rank": None}, fits=nodes.fits,
+        ),
+    },
     default=default,
     reference=reference,
     bound=undefined,
@@ -178,5 +192,14 @@ OPERATOR = Operator(
             {"t": 2, "h": 5, "k": 2, "g": 4}, arguments=FEW | SCALED | {"max_tokens": 8, "mode": "low_latency"},
             ranks=2, sms=1, dtype=FP8, large=LARGE,
         ),
+        Case(
+            {"t": 2, "h": 2, "k": 1, "g": 0}, arguments=FEW | {"max_tokens": 8, "mode": "nodes", "tokens_per_rank": 2},
+            ranks=4, node_size=2, large={"t": 8, "h": 7168, "k": 8, "g": 0},
+        ),
+        Case(
+            {"t": 3, "h": 5, "k": 2, "g": 5}, arguments=FEW | SCALED | {"mode": "nodes"}, ranks=8, node_size=4,
+            explore=False, dtype=FP8, large=LARGE,
+        ),
+        Case({"t": 5, "h": 4, "k": 3, "g": 0}, arguments=FEW | {"mode": "nodes"}, ranks=8, node_size=2, explore=False),
     ),
 )  # fmt: skip

@@ -59,7 +59,7 @@ def low_latency_kernel(
             _place_token(half, flag, base, sent, source, j, task % p.PARTS, to, p, world)
     if pid == 0:
         _tell(total, starts, needed, to, p, world)
-    _fill(total, starts, sent, to, p, world)
+    fill(total, starts, sent, to, p, world)
     last = tl.num_programs(0) - 1 - pid  # programs that have fewer tokens than others
     for start in range(last * p.TOKENS, p.T, tl.num_programs(0) * p.TOKENS):
         _find_places(idx_ptr, half, flag, start, to, p, world)
@@ -199,13 +199,13 @@ def _tell(total, starts, needed, to, p, world):
 
 
 @triton.jit
-def _fill(total, starts, sent, to, p, world):
+def fill(total, starts, sent, to, p, world):
     """What no token fills: rows up to the alignment, if CLEAR those behind the last expert's, and the ends of weights,
     source and tokens."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     MANY: tl.constexpr = 1024
-    e = tl.arange(0, p.OWN2)
+    e = tl.arange(0, total.shape[0])
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
     fits = tl.sum(padded, 0) <= p.R
     for expert in range(pid, p.OWN, programs):

@@ -15,6 +15,7 @@ from pkt.runtime.memory.factories import empty, signals
 from ..declaration import Call, Launch
 from ..shared import flagged
 from ..shared.grid import COPY_OPTIONS, num_programs
+from . import nodes
 from .arguments import Buffers, Few, Result, Size, Words
 from .low_latency import low_latency_kernel
 from .push import dispatch_kernel
@@ -64,20 +65,9 @@ def plan_push(call: Call) -> Launch:
 def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
     """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, *more): `kernel`, with `more` behind
     results and routes."""
-    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
-    size, own = world.size, call.sizes["e"]
+    world, T, K = call.world, call["x"].shape[0], call["topk_idx"].shape[1]
     programs = num_programs(world, world.num_sms)
-    cols = min(1024, triton.next_power_of_2(max(H, 1)))
-    chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
-    senders = max(1, min(call["num_comm_sms"] or SENDERS, programs - 1))
-    sized = Size(
-        T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
-        *map(tl.constexpr, (
-            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
-            max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
-            scales_of(call) > 0,
-        )),
-    )  # fmt: skip
+    sized = _sized(call, max(1, min(call["num_comm_sms"] or SENDERS, programs - 1)))
     buffers = _buffers(call, sized, programs)
     start = cooperative_launch(world, kernel, (programs,), **options)
 
@@ -87,6 +77,48 @@ def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callabl
         start(x, idx, weights, scales, to, routes, *more, world.device)
 
     return launch, sized, buffers
+
+
+def _sized(call: Call, senders: int) -> Size:
+    (T, H), K, size, own = call["x"].shape, call["topk_idx"].shape[1], call.world.size, call.sizes["e"]
+    cols = min(1024, triton.next_power_of_2(max(H, 1)))
+    chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
+    return Size(
+        T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
+        *map(tl.constexpr, (
+            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
+            max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+            scales_of(call) > 0,
+        )),
+    )  # fmt: skip
+
+
+def plan_nodes(call: Call) -> Launch:
+    """A grid, buffers and counters of nodes."""
+    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
+    programs, near, G = num_programs(world, world.num_sms), world.node_size, scales_of(call)
+    sized, (line, head) = _sized(call, 1), nodes.line_of(K, G, H * call.dtype.itemsize)
+    experts, tokens = sized.EXPERTS.value, tokens_over_nodes(call)
+
+    def int32(name: str, *shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32, name=name, world=world)
+
+    def counters(name: str, n: int) -> torch.Tensor:
+        return signals(n, name=name, world=world)
+
+    memory = world.keep(
+        ("dispatch", "nodes", experts, tokens, line, head),
+        lambda: nodes.buffers(world.size, experts, programs, near, tokens, line, head, int32, counters),
+    )
+    start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
+
+    def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
+        routes = idx.new_empty((T, K), dtype=torch.int32)
+        x, scales, to = bits(x, scales, (out, *others))
+        start(x, idx, weights, scales, to, routes, *memory, sized, world.device)
+        return out, *others
+
+    return launch
 
 
 def scales_of(call: Call) -> int:
@@ -113,6 +145,12 @@ def tokens_at_most(call: Call) -> int:
     """Tokens of a rank for which others have room."""
     promised: int | None = call["tokens_per_rank"]
     return call["max_tokens"] if promised is None else min(promised, call["max_tokens"])
+
+
+def tokens_over_nodes(call: Call) -> int:
+    """Tokens of a rank for which the ranks of its rail have room: as promised, or as many as there are rows."""
+    promised: int | None = call.given.get("tokens_per_rank")
+    return call["max_tokens"] if promised is None else promised
 
 
 def words_of(nbytes: int) -> int:

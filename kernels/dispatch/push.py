@@ -140,22 +140,30 @@ def place(
                     bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
                     tokens = m.inbox + slot * p.H
                 tl.store(to.tokens + slot * p.K + k, rows, mask=k < p.K)
-                there = rows >= 0
-                tl.store(to.weights + rows, bits.to(tl.float32, bitcast=True), mask=there)
-                tl.store(to.source + 3 * tl.cast(rows, tl.int64), source + tl.zeros_like(rows), mask=there)
-                tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 1, t + tl.zeros_like(rows), mask=there)
-                tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 2, k + tl.zeros_like(rows), mask=there)
-                for col in range(0, p.H, p.COLS):
-                    cols = col + tl.arange(0, p.COLS)[None, :]
-                    both = inside & (cols < p.H)
-                    row = tl.load(tokens + cols, mask=both)
-                    for number in tl.static_range(p.K):
-                        target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
-                        tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
+                into_rows(tokens, rows, bits, source, t, inside, to, p)
                 if p.SCALED:
                     scales.place(s_ptr, t, meta + 2 * p.K + 1, source == rank, inside, rows, to, p)
                 if arrived is not None:
                     arrivals.tell(tl.reshape(rows, (p.ROWS * p.K2,)), to, arrived, p, world)
+
+
+@triton.jit
+def into_rows(tokens, rows, bits, source, t, inside, to, p):
+    """Copy tokens t of rank `source` into their rows (ROWS, K2), -1 for none. tokens: (ROWS, 1) pointers to those that
+    are `inside`; bits: of the rows' weights."""
+    k = tl.arange(0, p.K2)[None, :]
+    there = rows >= 0
+    tl.store(to.weights + rows, bits.to(tl.float32, bitcast=True), mask=there)
+    tl.store(to.source + 3 * tl.cast(rows, tl.int64), source + tl.zeros_like(rows), mask=there)
+    tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 1, t + tl.zeros_like(rows), mask=there)
+    tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 2, k + tl.zeros_like(rows), mask=there)
+    for col in range(0, p.H, p.COLS):
+        cols = col + tl.arange(0, p.COLS)[None, :]
+        both = inside & (cols < p.H)
+        row = tl.load(tokens + cols, mask=both)
+        for number in tl.static_range(p.K):
+            target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
+            tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
 
 
 @triton.jit

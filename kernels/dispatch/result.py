@@ -30,6 +30,8 @@ def check_promise(call: Call, name: str, promised: int | None) -> None:
     """Raise ShapeError if this rank has more tokens, in operand `name`, than `promised`; None promises nothing."""
     if promised is not None and call.sizes["t"] > promised:
         found = f"{call.sizes['t']} tokens of this rank"
+        if "tokens_per_rank" not in call.given:
+            raise call.refuse(name, found, f"at most {promised}: promise more, as tokens_per_rank")
         raise call.refuse(name, found, f"at most tokens_per_rank={promised}: promise more, or take another mode")
 
 

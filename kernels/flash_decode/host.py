@@ -107,11 +107,11 @@ def flash_decode(
     the sink. Where a query token sees no key on any rank, out is 0, and lse is -inf or the sink. Both are complete when
     the call ends, and the same bits on every rank.
 
-    mode: a form that the top of kernels/flash_decode/host.py describes; fused where None, and nodes over nodes. block: keys that a program
-    loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used at once. warps: of a
-    program. programs: how many, all of which must be resident. Where None, the best that were measured. Caches are
-    used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as a transposed view;
-    other tensors of any strides are copied.
+    mode: a form that the top of kernels/flash_decode/host.py describes; fused where None, and nodes over nodes.
+    block: keys that a program loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used
+    at once. warps: of a program. programs: how many, all of which must be resident. Where None, the best that were
+    measured. Caches are used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as
+    a transposed view; other tensors of any strides are copied.
 
     Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
     rows of them; and a unit's for each program and each unit, see attention.py. nodes, over N nodes of M ranks, keeps

@@ -72,9 +72,10 @@ def moe(
     max_tokens: R, the rows for which every rank has room. None is for size * T * K, with which nothing overflows; then
     all ranks need the same T. If a rank would need more than R, its experts do nothing in this call: their part of each
     result is 0. tokens_per_rank: a promise, alike on all ranks, that no rank has more tokens; few tokens then travel by
-    the low-latency forms of `dispatch` and `combine`. needed: int32 (2,) on the device, or None; the rows that this
-    rank needed, and the rank, are copied to it, so that the host can look later. The host waits for nothing, so a CUDA
-    graph replays with other routing.
+    the low-latency forms of `dispatch` and `combine`, and over nodes it bounds the memory that these keep; without
+    max_tokens it is T there. needed: int32 (2,) on the device, or None; the rows that this rank needed, and the rank,
+    are copied to it, so that the host can look later. The host waits for nothing, so a CUDA graph replays with other
+    routing.
 
     Memory, in elements of x's dtype: R * (H + N + F + G) for the rows between the calls, each layer's as long as its
     backward pass needs them. Symmetric memory that all layers of these sizes share: about R * (H + G), and for backward
@@ -89,6 +90,8 @@ def moe(
         if world.closed:
             raise Closed.used(rank, "moe")
     _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
+    if max_tokens is None and tokens_per_rank is None and world is not None and world.nodes > 1:
+        tokens_per_rank = max(1, topk_idx.shape[0])
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())
     there = dispatch(

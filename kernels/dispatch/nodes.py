@@ -126,7 +126,7 @@ def _pack(x_ptr, idx_ptr, w_ptr, s_ptr, routes_ptr, first, last, m, r, p, world)
         number = tl.cast(t - first, tl.int64) * m.line
         goes = tl.max(rows, 1)[:, None] >= 0
         there = goes & (k < p.K)
-        tl.store(lines + number + k, tl.where(rows >= 0, owner, -1), mask=there)
+        tl.store(lines + number + k, owner, mask=there)
         tl.store(lines + number + p.K + k, rows, mask=there)
         bits = tl.load(w_ptr + at, mask=inside, other=0).to(tl.int32, bitcast=True)
         tl.store(lines + number + 2 * p.K + k, bits, mask=there)

@@ -197,9 +197,12 @@ OPERATOR = Operator(
             ranks=4, node_size=2, large={"t": 8, "h": 7168, "k": 8, "g": 0},
         ),
         Case(
-            {"t": 3, "h": 5, "k": 2, "g": 5}, arguments=FEW | SCALED | {"mode": "nodes"}, ranks=8, node_size=4,
-            explore=False, dtype=FP8, large=LARGE,
+            {"t": 3, "h": 5, "k": 2, "g": 5}, arguments=FEW | SCALED | {"max_tokens": 24, "mode": "nodes"}, ranks=8,
+            node_size=4, explore=False, dtype=FP8, large=LARGE | {"t": 24},
         ),
-        Case({"t": 5, "h": 4, "k": 3, "g": 0}, arguments=FEW | {"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(
+            {"t": 5, "h": 4, "k": 3, "g": 0}, arguments=FEW | {"max_tokens": 24, "mode": "nodes"}, ranks=8, node_size=2,
+            explore=False,
+        ),
     ),
 )  # fmt: skip

@@ -80,7 +80,7 @@ def number(idx_ptr, half, room, to, routes_ptr, m, p, world):
         j = sent[None, :] + tl.cumsum(goes, 0) - goes
         turns = (j // p.CHUNK)[:, :, None] + (by < rank).to(tl.int32)
         slot = tl.sum(tl.minimum(chunks, turns), 2) * p.CHUNK + j % p.CHUNK
-        if m.order is not None:
+        if m.order is not None:  # over nodes nobody looks there
             tl.store(m.order + ranks * p.S + j, token + tl.zeros_like(j), mask=(goes > 0) & (j < p.S))
         slot = tl.where((goes > 0) & (room[None, :] > 0), slot, -1)
         places = to.places + tl.cast(token, tl.int64) * world.size + ranks

@@ -1,5 +1,6 @@
 """`pkt.flash_decode`: `attention` is one pass over a rank's keys, `merging` makes one result of partial ones, and
-`device` has the kernels. `host` has the operator and its forms, `reference` the exact result and its bound."""
+`device` has the kernels, `nodes` that over several nodes. `host` has the operator and its forms, `reference` the exact
+result and its bound."""
 
 from .host import OPERATOR, flash_decode
 from .reference import reference

@@ -161,14 +161,15 @@ MANY = 64
 
 
 def pieces(
-    name: str, tokens: int, halves: int, programs: int, near: int, nodes: int, make: Any, counters: Any
+    name: str, tokens: int, halves: int, programs: int, near: int, count: int, make: Any, counters: Any
 ) -> Pieces:
-    """Notes and counters for at most so many tokens of a rank. make(name, *shape), counters(name, n): int32."""
+    """Notes and counters for at most so many tokens of a rank, on `count` nodes. make(name, *shape), counters(name, n):
+    int32, in the heap."""
     each = triton.cdiv(tokens, programs)
     note: int = 2 + each * near
-    leaving: SymmetricTensor = make(f"{name}.leaving", nodes, programs, note)
+    leaving: SymmetricTensor = make(f"{name}.leaving", count, programs, note)
     return Pieces(
-        leaving, make(f"{name}.notes", halves, nodes, programs, note), counters(f"{name}.arrived", nodes * programs),
+        leaving, make(f"{name}.notes", halves, count, programs, note), counters(f"{name}.arrived", count * programs),
         counters(f"{name}.there", near * programs), each,
         *map(tl.constexpr, (near, triton.next_power_of_2(near), min(MANY, triton.next_power_of_2(each)))),
     )  # fmt: skip

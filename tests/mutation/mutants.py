@@ -921,7 +921,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a token's first expert counts for all", "tl.where(k == number, rows, -1)", "tl.where(k == 0, rows, -1)"),
         ("tokens without experts on a rank take the first sum", "mask=(slot >= 0) & (cols < p.H), other=0).to(tl.float32)\n            out",
          "mask=cols < p.H, other=0).to(tl.float32)\n            out"),
-        ("rows are added without their weights", "                        if weights_ptr is not None:\n                            part *= tl.load(weights_ptr + row, mask=row >= 0, other=0)\n", ""),
+        ("rows are added without their weights", "                    if weights_ptr is not None:\n                        part *= tl.load(weights_ptr + row, mask=row >= 0, other=0)\n", ""),
     ),
     *of("kernels/flash_decode/attention.py", "tests/kernels/test_flash_decode.py -k 'lengths or usual'",
         ("nobody reports a sequence without keys", "tl.maximum(tl.cdiv(longest, p.KEYS), 1), 0)", "tl.cdiv(longest, p.KEYS), 0)"),

@@ -18,6 +18,7 @@ gluon: push or copy in specialised warps, see gluon.py. plain.py has the kernel 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -33,7 +34,7 @@ from ..gradients import Backward, Gradients, Recorded, required
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
-from ..shared import copies, few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import copies, few_rows, gluon_fits, nodes, product_rules, products, unfused
 from ..shared.tile_product import (
     GatedEpilogue,
     default_tiles,
@@ -68,7 +69,7 @@ class Keywords(TypedDict, total=False):
     epilogue: GatedEpilogue
     shard: Literal["rows", "columns"]
     keep: Literal["shard", "whole"]
-    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None
     num_comm_sms: int | None
     chunk: int | None
     tiles: Sequence[int] | None
@@ -108,7 +109,7 @@ def all_gather_matmul(
     epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
     keep: Literal["shard", "whole"] = "shard",
-    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -323,6 +324,13 @@ SWIGLU = (
     ({"m": 17, "k": 8, "n": 9}, ("bias",), "columns", "new"),
 )
 """Cases in every form: (sizes, optional operands, shard, out)."""
+UNFUSED = unfused.gather_forms(ALL_GATHER.planned)
+NODES = (  # over several nodes: (sizes, shard, ranks, ranks of a node, explored)
+    (SIZES, "rows", 4, 2, True),
+    ({"m": 3, "k": 8, "n": 13}, "columns", 2, 1, True),
+    ({"m": 17, "k": 31, "n": 9}, "columns", 8, 4, False),
+    ({"m": 33, "k": 20, "n": 24}, "rows", 8, 2, False),
+)
 OPERATOR = Operator(
     all_gather_matmul,
     tensors=products.operands(
@@ -345,7 +353,13 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.gather_form(),
-        **unfused.gather_forms(ALL_GATHER.planned),
+        **UNFUSED,
+    },
+    across={
+        "nodes": replace(
+            UNFUSED["unfused"], how="all-gather over nodes, then cuBLAS",
+            moves="(N - 1) |a| over the network, (W - N) |a| in the node", fits=nodes.fits, space=None, seconds=None,
+        ),
     },
     reference=reference,
     backward=Backward(
@@ -367,6 +381,10 @@ OPERATOR = Operator(
         *products.nasty("push", "unfused", "low_latency"),
         *products.nasty("push", "unfused", "low_latency", shard="columns"),
         Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
+        *(
+            Case(sizes, arguments={"mode": "nodes", "shard": shard}, ranks=ranks, node_size=near, out="new", explore=ex)
+            for sizes, shard, ranks, near, ex in NODES
+        ),
         *(
             Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)
             for sizes, given, shard, out in SWIGLU

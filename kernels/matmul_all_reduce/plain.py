@@ -15,6 +15,7 @@ s; all ranks hold the same bits. So do they in the Gluon form, gluon.py, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from ..all_reduce import all_reduce, low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
-from ..shared import few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, nodes, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -147,7 +148,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["lcsc", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["lcsc", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     split_k: int | None = None,
@@ -269,6 +270,7 @@ GLUON = Form(
     agrees=unfused.agreed_out, roundings=lambda size: 2,
 )  # fmt: skip
 SIZES = {"m": 28, "k": 16, "n": 24}
+UNFUSED = unfused.reduce_forms(ALL_REDUCE.planned, low_latency)
 OPERATOR = Operator(
     matmul_all_reduce,
     tensors=products.operands("m k", "k n", same_bias=True),
@@ -288,7 +290,12 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.all_form(),
-        **unfused.reduce_forms(ALL_REDUCE.planned, low_latency),
+        **UNFUSED,
+    },
+    across={
+        "nodes": replace(
+            UNFUSED["unfused"], how="cuBLAS, then all_reduce over nodes", moves="2 (N - 1) / W |C| over the network, 2 (W - N) / W |C| in the node", fits=nodes.fits, space=None, seconds=None,
+        ),
     },
     reference=reference,
     backward=Backward(
@@ -305,6 +312,9 @@ OPERATOR = Operator(
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}),
         Case(SIZES | {"n": 13}, arguments={"mode": "lcsc", "num_comm_sms": 1}, ranks=2, out="new"),
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency"}, out="new"),
+        Case({"m": 20, "k": 16, "n": 16}, arguments={"mode": "nodes"}, ranks=4, node_size=2, launches=3, out="new"),
+        Case({"m": 21, "k": 8, "n": 13}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
+        Case({"m": 3, "k": 8, "n": 24}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
         *products.nasty("lcsc", "unfused", "low_latency"),
     ),
 )  # fmt: skip

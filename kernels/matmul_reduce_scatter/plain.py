@@ -16,6 +16,7 @@ inbox: each tile is stored into its owner's inbox, at this rank's place, and sig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
-from ..shared import few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, nodes, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -183,7 +184,7 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["add", "inbox", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["add", "inbox", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
     tiles: Sequence[int] | None = None,
     split_k: int | None = None,
     lag: int | None = None,
@@ -291,6 +292,7 @@ GLUON = Form(
     space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
     roundings=lambda size: 2,
 )  # fmt: skip
+UNFUSED = unfused.scatter_forms(REDUCE_SCATTER.planned)
 OPERATOR = Operator(
     matmul_reduce_scatter,
     tensors=products.operands("W*m k", "k n"),
@@ -310,7 +312,12 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.scatter_form(),
-        **unfused.scatter_forms(REDUCE_SCATTER.planned),
+        **UNFUSED,
+    },
+    across={
+        "nodes": replace(
+            UNFUSED["unfused"], how="cuBLAS, then reduce_scatter over nodes", moves="(N - 1) / W |C| over the network, (W - N) / W |C| in the node", fits=nodes.fits, space=None, seconds=None,
+        ),
     },
     reference=reference,
     backward=Backward(
@@ -325,6 +332,9 @@ OPERATOR = Operator(
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, launches=3, out="new"),
         Case({"m": 3, "k": 20, "n": 24}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="new"),
+        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "nodes"}, ranks=4, node_size=2, launches=3, out="new"),
+        Case({"m": 17, "k": 8, "n": 13}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
+        Case({"m": 3, "k": 8, "n": 24}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
         *products.nasty("add", "inbox", "unfused", "low_latency"),
     ),
 )  # fmt: skip

@@ -117,8 +117,8 @@ def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | 
         """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer,
         from which it is copied. On 2 ranks a sum in one shot moves no more than one in two shots. It goes from the
         buffers into any `out`, and saves the copy."""
-        world, (M, N), across = call.world, call.shape, call.world.nodes > 1
-        flagged = None if across else low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
+        world, (M, N) = call.world, call.shape
+        flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
         if flagged or in_place(call):
             reduce = all_reduce(world, call["out"], call["out"], mode=flagged)
 
@@ -129,7 +129,7 @@ def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | 
             return in_out
         total = _symmetric(call, M, N)
         matrix = total.plain()
-        if world.size == 2 and not across:
+        if world.size == 2:
             sum_into = all_reduce(world, total, plain(call["out"]), mode="one_shot")
 
             def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

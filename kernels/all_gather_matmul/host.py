@@ -36,6 +36,7 @@ from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
 from ..shared import copies, few_rows, gluon_fits, nodes, nodes_product_rules, product_rules, products, unfused
+from ..shared.nodes_products import NUM_COMM_SMS
 from ..shared.tile_product import (
     GatedEpilogue,
     default_tiles,
@@ -158,8 +159,8 @@ def all_gather_matmul(
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes, see rules.push_plan:
     num_comm_sms: programs that push, or in "nodes" gather. "push", "nodes": from 1 to all but one of the grid, by
-        default 16. "gluon": they push before they compute; 0: the copy engines copy instead, the default where copying
-        takes no longer than the product and neither chunk nor rounds_alone is given, else 16.
+        default 16 and 24. "gluon": they push before they compute; 0: the copy engines copy instead, the default where
+        copying takes no longer than the product and neither chunk nor rounds_alone is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; by default 1024, with shard "columns"
         256. "gluon": a multiple of BLOCK_K; by default 128, 256 where fewer than 16 programs push. "gluon" where
         copied: columns of one copy; 0: all; by default half of them where the own shard is multiplied sooner than a
@@ -356,7 +357,7 @@ OPERATOR = Operator(
             over_nodes.gather_and_multiply, "as all_gather's, by some programs; tiles of the own shard first, then of "
             "the own node, then of far nodes as they come",
             "(N - 1) |a| over the network, (W - N) |a| in the node",
-            settings={"num_comm_sms": rules.NUM_COMM_SMS, "push_rows": 0, **TILES}, several=over_nodes.several,
+            settings={"num_comm_sms": NUM_COMM_SMS, "push_rows": 0, **TILES}, several=over_nodes.several,
             complete=_from_one, fits=nodes.fits, seconds=nodes_product_rules.gather_seconds,
             small={"num_comm_sms": 1, "push_rows": 1, **products.SMALL},
         ),

@@ -354,8 +354,9 @@ OPERATOR = Operator(
     },
     across={
         "nodes": Form(
-            over_nodes.gather_and_multiply, "as all_gather's, by some programs; tiles of the own shard first, then of "
-            "the own node, then of far nodes as they come",
+            over_nodes.gather_and_multiply,
+            "some programs gather as all_gather does, the others compute: tiles of this rank's rows first, then of its "
+            "node's, then of far nodes'",
             "(N - 1) |a| over the network, (W - N) |a| in the node",
             settings={"num_comm_sms": NUM_COMM_SMS, "push_rows": 0, **TILES}, several=over_nodes.several,
             complete=_from_one, fits=nodes.fits, seconds=nodes_product_rules.gather_seconds,

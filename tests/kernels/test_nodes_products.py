@@ -17,12 +17,12 @@ from tests.kernels.helpers import DTYPES, on_ranks
 
 SMALL = {"tiles": (16, 16, 16)}
 CALLS = {  # of tensors of small whole numbers, whose sums are exact: (call, shape of a, of b)
-    "all_gather_matmul": (pkt.all_gather_matmul, (20, 24), (24, 32)),
+    "all_gather_matmul": (pkt.all_gather_matmul, (36, 24), (24, 32)),
     "matmul_reduce_scatter": (pkt.matmul_reduce_scatter, (80, 24), (24, 32)),
     "matmul_all_reduce": (pkt.matmul_all_reduce, (80, 24), (24, 32)),
 }
-BYTES = {  # that leave a rank over the network: a has 20 * 24 floats, the product 80 * 32
-    "all_gather_matmul": lambda N, W: 4 * 20 * 24 * (N - 1),
+BYTES = {  # that leave a rank over the network: a has 36 * 24 floats, the product 80 * 32
+    "all_gather_matmul": lambda N, W: 4 * 36 * 24 * (N - 1),
     "matmul_reduce_scatter": lambda N, W: 4 * 80 // W * 32 * (N - 1),
     "matmul_all_reduce": lambda N, W: 2 * 4 * 80 // W * 32 * (N - 1),
 }

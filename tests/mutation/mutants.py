@@ -668,7 +668,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a tile is added when one rank of the node has it", "for near in tl.static_range(0, p.NEAR):",
          "for near in tl.static_range(0, 1):"),
         ("programs end before their puts are complete", "if not p.ANSWERED:", "if p.ANSWERED:"),
-        ("sums come where the launch before last is still read", "((1 + (launch & 1)) * NODES + node) * tiles",
+        ("sums are put into the half of another launch", "((1 + (launch & 1)) * NODES + node) * tiles",
          "((2 - (launch & 1)) * NODES + node) * tiles"),
     ),
     *of("kernels/shared/nodes_products.py", "tests/kernels/test_nodes_products.py -k 'bytes or same_sum'",

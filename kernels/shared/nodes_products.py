@@ -14,7 +14,6 @@ use its memory. The tiles are kept one behind the other, so that a tile is one p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +180,7 @@ def reduce(call: Call) -> Launch:
     return launch
 
 
-def _scattered(call: Call, M: int, *, answered: bool) -> Callable[..., None]:
+def _scattered(call: Call, M: int, *, answered: bool) -> Launch:
     """launch(a, b, out, bias): part `rank` of the product's M rows into `out`, which has room for whole parts."""
     world, a, tiles, dtype, (rows, transposed) = call.world, call["a"], call["tiles"], call.dtype, stored(call["b"])
     m, N, k, size = triton.cdiv(M, world.size), call["b"].shape[1], a.shape[1], world.size
@@ -206,7 +205,7 @@ def _scattered(call: Call, M: int, *, answered: bool) -> Callable[..., None]:
     )[4:]  # fmt: skip
     start = cooperative_launch(world, product_kernel, (programs,), **tiles.launch_options())
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Work(a, b.t() if transposed else b, bias, out, *same), world.device)
         return out
 

@@ -389,9 +389,14 @@ OPERATOR = Operator(
             {"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 2}, ranks=4, sms=3, node_size=2,
             out="new",
         ),
-        Case({"m": 17, "k": 12, "n": 9}, arguments={"mode": "nodes", "shard": "columns"}, ranks=8, node_size=4,
-             explore=False),
-        Case({"m": 33, "k": 20, "n": 24}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(
+            {"m": 17, "k": 12, "n": 9}, arguments={"mode": "nodes", "shard": "columns"}, ranks=8, node_size=4,
+            explore=False,
+        ),
+        Case(
+            {"m": 33, "k": 20, "n": 8}, arguments={"mode": "nodes", "epilogue": "silu", "given": ("bias",)}, ranks=8,
+            node_size=2, explore=False,
+        ),
         *(
             Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)
             for sizes, given, shard, out in SWIGLU

@@ -348,7 +348,10 @@ OPERATOR = Operator(
         # Not by TMA, so that no program that has communicated loads by it: see all_gather_matmul.
         Case({"m": 3, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=4, node_size=2, out="new"),
         Case({"m": 17, "k": 8, "n": 13}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
-        Case({"m": 33, "k": 20, "n": 24}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
+        Case(
+            {"m": 33, "k": 20, "n": 24}, arguments={"mode": "nodes", "epilogue": "silu", "given": ("bias",)}, ranks=8,
+            node_size=2, explore=False,
+        ),
         *products.nasty("add", "inbox", "unfused", "low_latency"),
     ),
 )  # fmt: skip

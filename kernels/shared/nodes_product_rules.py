@@ -40,10 +40,10 @@ def reduce_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     case, num_comm = rules.plain_product(config, key, math.ceil(key["M"] / key["size"]), key["N"]), _num_comm(config)
     first = _scattered(case, key, num_comm, gpu, answered=True)
     then = gather(Sizes(key, gpu, case.m * case.N * case.itemsize), answered=True)
+    both = first.then(then)
     return replace(
-        first, launch=first.launch + then.launch, sync=first.sync + then.sync,
-        exposed=first.exposed + max(then.memory, then.communication) + then.exposed,
-        network=first.network + then.network, node=first.node + then.node, limit=max(first.limit, 2 * then.limit),
+        both, compute=first.compute, memory=first.memory, communication=first.communication,
+        exposed=both.exposed + max(then.memory, then.communication), limit=max(first.limit, 2 * then.limit),
     )  # fmt: skip
 
 
@@ -67,4 +67,4 @@ def _beside(case: Product, moved: TwoLinks, num_comm: int, around: float, gpu: G
         memory_bytes=moved.memory * gpu.memory + case.memory_bytes_by_parts, sync=moved.sync, gpu=gpu,
     )  # fmt: skip
     cores = 2 * case.M * case.N * case.K / gpu.flops
-    return TwoLinks(**vars(found), network=moved.network, node=moved.node, limit=max(moved.limit, cores))
+    return replace(moved, **vars(found), limit=max(moved.limit, cores))

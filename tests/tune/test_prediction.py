@@ -17,7 +17,6 @@ from pkt.model.network import LATENCY, Network
 from pkt.tune import predict
 
 OVER_NODES = [name for name, operator in operators().items() if operator.across and operator.tuning is None]
-PRODUCTS = [name for name, operator in operators().items() if operator.across and operator.tuning is not None]
 GPUS = [(2, 4), (2, 8), (8, 8), (32, 8), (128, 8), (512, 8)]
 SHAPES = {
     "all_gather": (256, True),
@@ -68,29 +67,6 @@ def test_more_bytes_slower_networks_and_more_latency_take_longer(name: str) -> N
     assert seconds() + 9e-4 < seconds(network=slow) < seconds() + 3e-3
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_no_prediction_beats_the_links_or_the_tensor_cores(name: str) -> None:
-    """By hand: the bytes of a part of A or of C over each kind of links, and the product."""
-    for nodes, size, (M, N, K) in ((2, 8, (8192, 8192, 512)), (8, 8, (8192, 256, 8192)), (3, 1, (6144, 4096, 8192))):
-        part = 2 * M // (nodes * size) * (K if name == "all_gather_matmul" else N)
-        times = 2 if name == "matmul_all_reduce" else 1
-        moved = max(times * (nodes - 1) * part / 50e9, times * (size - 1) * nodes * part / H200.link)
-        found = predict(name, (M, N, K), nodes, size)
-        assert found.parts.limit == pytest.approx(max(moved, 2 * M * N * K / H200.flops))
-        assert found.seconds > found.parts.limit + H200.launch
-        assert "tensor cores" in str(found)
-        assert found.seconds < predict(name, (2 * M, N, K), nodes, size).seconds
-
-
-def test_a_product_hides_what_it_moves() -> None:
-    """Over 16 GPUs of two nodes; but for the gather at the end of matmul_all_reduce."""
-    for name in PRODUCTS:
-        parts = predict(name, (8192, 8192, 8192), 2, 8).parts
-        assert parts.compute > 0.9e-3 > parts.network > 0.1e-3
-        behind = 0.5 * parts.node if name == "matmul_all_reduce" else 0.0
-        assert parts.total == pytest.approx(parts.compute + behind, rel=0.2)
-
-
 def test_a_prediction_says_what_it_is() -> None:
     found = predict(pkt.all_reduce, (1024, 4096), 4, 8, dtype="fp32")
     assert (found.operator, found.mode, found.dtype, found.network.rate) == ("all_reduce", "nodes", "fp32", 50e9)
@@ -110,13 +86,6 @@ def test_a_prediction_says_what_it_is() -> None:
         ({"shape": (0, 3)}, ShapeError, "shape"),
         ({"shape": (7, 3)}, ShapeError, "dimension 0 divisible by 16 ranks"),
         ({"dtype": torch.int32}, DtypeError, "dtype"),
-        (
-            {"operator": "matmul_reduce_scatter"},
-            ShapeError,
-            r"shape: found \(64, 3\), wanted \(M, N, K\) of the product",
-        ),
-        ({"operator": "all_gather_matmul", "shape": (8, 8, 8)}, ShapeError, "M divisible by 16 ranks"),
-        ({"operator": "all_gather_matmul", "shape": (64, 8, 8), "dtype": "fp32"}, DtypeError, "dtype"),
     ],
 )
 def test_wrong_calls_are_refused(given: dict[str, Any], error: type[Exception], wanted: str) -> None:

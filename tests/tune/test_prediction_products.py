@@ -37,6 +37,19 @@ def test_a_product_hides_what_it_moves() -> None:
         assert parts.total == pytest.approx(parts.compute + behind, rel=0.2)
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("shape", [(8192, 8192, 8192), (8192, 8192, 512), (256, 4096, 4096)])
+def test_candidates_are_no_slower_than_the_form_by_itself(name: str, shape: tuple[int, int, int]) -> None:
+    """By the model. They have settings of the form, and none beats the links and the tensor cores."""
+    form, found = operators()[name].across["nodes"], predict(name, shape, 2, 8)
+    key = {**dict(zip("MNK", shape)), "dtype": "bf16", "size": 16, "nodes": 2, "node_size": 8, "network": found.network}
+    assert form.space is not None
+    candidates = form.space(key, H200)
+    assert len(candidates) > 10
+    assert all(config.keys() == {"mode", "num_comm_sms", "tiles"} for config in candidates)
+    assert found.parts.limit < min(form.seconds(config, key, H200).total for config in candidates) <= found.seconds
+
+
 @pytest.mark.parametrize(
     ("given", "error", "wanted"),
     [

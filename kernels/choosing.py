@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import PktError, Unsupported
+from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
 from pkt.model.network import Network, TwoLinks
@@ -164,16 +164,27 @@ class Choosing(Declared):
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
     ) -> tuple[str, TwoLinks]:
         """The form that the operator, a collective, takes over several nodes, and the parts of its predicted time, for
-        an x of a shape where the caller leaves all else out. network, gpu: of every rank. Raises ShapeError."""
+        an x of a shape where the caller leaves all else out. Of an operator that multiplies, the shape is M, N and K of
+        the product that each rank computes. network, gpu: of every rank. Raises ShapeError."""
+        mode, form = next(iter(self.across.items()))
+        assert form.seconds is not None
+        links = {"nodes": nodes, "node_size": node_size, "network": network}
+        if self.tuning is not None:
+            size, wanted = nodes * node_size, "(M, N, K) of the product that each rank computes"
+            if len(shape) != 3:
+                raise ShapeError.argument(self.name, "shape", shape, wanted)
+            if "m" in self.tuning.shared and shape[0] % size:
+                raise ShapeError.argument(self.name, "shape", shape, f"{wanted}, M divisible by {size} ranks")
+            case = {**dict(zip("MNK", shape)), "dtype": dtype, "size": size}
+            found = form.seconds({}, {**case, **links}, gpu)
+            assert isinstance(found, TwoLinks)
+            return mode, found
         call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
         self._bind_result(call)
-        mode, form = next(iter(self.across.items()))
-        assert form.seconds is not None
-        key = {"nbytes": x.nbytes, "nodes": nodes, "node_size": node_size, "network": network}
-        found = form.seconds({}, key, gpu)
+        found = form.seconds({}, {"nbytes": x.nbytes, **links}, gpu)
         assert isinstance(found, TwoLinks)
         return mode, found
 

@@ -17,14 +17,18 @@ from .grid import COPY_BYTES
 Key = Mapping[str, Any]
 
 
-class _Sizes:
+class Sizes:
     """What a kernel does with parts of so many bytes on each rank."""
 
-    def __init__(self, key: Key, gpu: Gpu, part: float) -> None:
+    def __init__(
+        self, key: Key, gpu: Gpu, part: float, programs: int | None = None, piece: float | None = None
+    ) -> None:
+        """programs: at most; all where None. piece: bytes of a put; None: by the kernels' rule."""
         self.N, self.M, self.network, self.gpu, self.part = key["nodes"], key["node_size"], key["network"], gpu, part
-        piece = min(nodes.put_bytes(part, gpu.sms), max(part, 1.0))
+        most = programs or gpu.sms
+        piece = min(piece or nodes.put_bytes(part, most), max(part, 1.0))
         self.pieces = max(1, -(-int(part) // int(piece)))
-        self.programs = min(self.N * self.pieces, gpu.sms)
+        self.programs = min(self.N * self.pieces, most)
         self.at_once = min(self.programs * piece, self.N * part)  # bytes of the pieces that all programs are at
         self.link = link_rate("register load", self.programs, COPY_BYTES)
         self.latency = self.network.latency if self.N > 1 else 0.0
@@ -40,7 +44,7 @@ class _Sizes:
         )  # fmt: skip
 
 
-def _gather(s: _Sizes, answered: bool = False) -> TwoLinks:
+def gather(s: Sizes, answered: bool = False) -> TwoLinks:
     """The last pieces that arrive must be passed on. answered: nobody waits until its puts are complete."""
     size = s.N * s.M
     spread = s.at_once * (s.M - 1) / s.link
@@ -48,7 +52,7 @@ def _gather(s: _Sizes, answered: bool = False) -> TwoLinks:
     return s.estimate((s.N - 1) * s.part, s.N * (s.M - 1) * s.part, (2 + 2 * size) * s.part, spread, sync)
 
 
-def _scatter(s: _Sizes, answered: bool = False) -> TwoLinks:
+def scatter(s: Sizes, answered: bool = False) -> TwoLinks:
     """The first sums must be there before anything leaves."""
     first = s.at_once * (s.M - 1) / s.link
     sync = 2 * s.gpu.signal + (0.0 if answered else s.latency)
@@ -58,23 +62,23 @@ def _scatter(s: _Sizes, answered: bool = False) -> TwoLinks:
 
 def gather_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_gather."""
-    return _gather(_Sizes(key, gpu, key["nbytes"]))
+    return gather(Sizes(key, gpu, key["nbytes"]))
 
 
 def scatter_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of reduce_scatter."""
-    return _scatter(_Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"])))
+    return scatter(Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"])))
 
 
 def reduce_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_reduce."""
-    sizes = _Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"]))
-    return _scatter(sizes, answered=True).then(_gather(sizes, answered=True))
+    sizes = Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"]))
+    return scatter(sizes, answered=True).then(gather(sizes, answered=True))
 
 
 def exchange_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_to_all: the first pieces must be collected before anything leaves."""
-    s = _Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"]))
+    s = Sizes(key, gpu, key["nbytes"] / (key["nodes"] * key["node_size"]))
     first = s.at_once * (s.M - 1) / s.link
     far, whole = (s.N - 1) * s.M * s.part, s.N * s.M * s.part
     sync = 2 * s.gpu.signal + s.latency

@@ -42,7 +42,8 @@ class Network:
 @dataclass(frozen=True)
 class TwoLinks(Estimate):
     """An estimate whose communication is the slower of two kinds of links. network, node: seconds of each. limit:
-    seconds that the bytes of the slower kind take at its full rate."""
+    seconds that the bytes of the slower kind take at its full rate, or a product in the tensor cores at theirs, if that
+    is longer."""
 
     network: float = 0.0
     node: float = 0.0

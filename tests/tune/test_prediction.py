@@ -16,7 +16,11 @@ from pkt.model.gpu import H200
 from pkt.model.network import LATENCY, Network
 from pkt.tune import predict
 
-OVER_NODES = [name for name, operator in operators().items() if any(f.seconds for f in operator.across.values())]
+OVER_NODES = [
+    name
+    for name, operator in operators().items()
+    if operator.tuning is None and any(form.seconds for form in operator.across.values())
+]
 GPUS = [(2, 4), (2, 8), (8, 8), (32, 8), (128, 8), (512, 8)]
 SHAPES = {
     "all_gather": (256, True),

@@ -13,7 +13,7 @@ import torch
 from pkt.errors import PktError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
-from pkt.model.network import Network, TwoLinks
+from pkt.model.network import Network
 from pkt.runtime.memory.tensor import described
 from pkt.runtime.world import World
 from pkt.wording import dtype_text
@@ -162,20 +162,17 @@ class Choosing(Declared):
 
     def over_nodes(
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
-    ) -> tuple[str, TwoLinks]:
-        """The form that the operator, a collective, takes over several nodes, and the parts of its predicted time, for
-        an x of a shape where the caller leaves all else out. network, gpu: of every rank. Raises ShapeError."""
+    ) -> tuple[str, dict[str, Any]]:
+        """The form that the operator, a collective, takes over several nodes for an x of a shape where the caller
+        leaves all else out, and the case as that form's `space` and `seconds` take it. network, gpu: of every rank.
+        Raises ShapeError."""
         call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
         self._bind_result(call)
-        mode, form = next(iter(self.across.items()))
-        assert form.seconds is not None
-        key = {"nbytes": x.nbytes, "nodes": nodes, "node_size": node_size, "network": network}
-        found = form.seconds({}, key, gpu)
-        assert isinstance(found, TwoLinks)
-        return mode, found
+        key = {"nbytes": x.nbytes, "itemsize": x.itemsize, "nodes": nodes, "node_size": node_size, "network": network}
+        return next(iter(self.across)), key
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""

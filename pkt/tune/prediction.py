@@ -9,7 +9,7 @@ compared with a measurement: no operator of pkt has run on GPUs of several nodes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import Operator, named, operators
-from pkt.model.gpu import H200, gpu_named
+from pkt.model.config import Config
+from pkt.model.gpu import H200, Gpu, gpu_named
 from pkt.model.network import Network, TwoLinks
 from pkt.wording import dtype_text
 
@@ -58,8 +59,8 @@ class Prediction:
             f"{self.operator} of {self.shape} {self.dtype} on {ranks} x {self.gpu}, {self.nodes} nodes of "
             f"{self.node_size}, {self.network.name} a GPU\n"
             f"predicted, not measured: {_ms(self.seconds)} ms, {self.efficiency:.0%} of what the links allow\n"
-            f"in ms: launch {_ms(p.launch)} + max(memory {_ms(p.memory)}, links {_ms(p.communication)}) + exposed "
-            f"{_ms(p.exposed)} + sync {_ms(p.sync)}; the network {_ms(p.network)}, the links of a node {_ms(p.node)}"
+            f"in ms: launch {_ms(p.launch)} + max(memory {_ms(p.memory)}, network {_ms(p.network)}, links of a node "
+            f"{_ms(p.node)}, waits of a program {_ms(p.waits)}) + exposed {_ms(p.exposed)} + sync {_ms(p.sync)}"
         )
 
 
@@ -85,28 +86,76 @@ def predict(
     carries in a second, as "400Gb", or a pkt.model.network.Network. dtype: of x. gpu: as torch names it; its links and
     memory have H200's rates. Raises ShapeError, DtypeError.
     """
-    declared = _declared(operator)
-    found = Network.parse(CALL, network) if not isinstance(network, Network) else network
+    case = asked(CALL, operator, shape, nodes, node_size, network, dtype, gpu_named(gpu))
+    parts = case.predicted(Config(mode=case.mode))
+    assert parts is not None
+    sizes, kind = case.case["x"], case.case["dtype"]
+    return Prediction(
+        case.operator.name, case.mode, sizes, kind, nodes, node_size, case.key["network"], gpu, parts
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- shared with across.py
+@dataclass(frozen=True)
+class Asked:
+    """A call over several nodes, checked, that nobody makes. mode: the form that it takes. case: for people. key: as
+    that form's `space` and `seconds` take it."""
+
+    operator: Operator
+    mode: str
+    case: Mapping[str, Any]
+    key: Mapping[str, Any]
+    gpu: Gpu
+
+    @property
+    def form(self) -> Any:
+        """The operator's Form."""
+        return self.operator.across[self.mode]
+
+    def predicted(self, config: Mapping[str, Any]) -> TwoLinks | None:
+        """The parts of the time with the settings of a config; None where the form says nothing."""
+        if self.form.seconds is None:
+            return None
+        found = self.form.seconds(config, self.key, self.gpu)
+        assert isinstance(found, TwoLinks)
+        return found
+
+    def space(self) -> list[Config]:
+        """The form's candidates."""
+        return [] if self.form.space is None else [*self.form.space(self.key, self.gpu)]
+
+
+def asked(
+    call: str, operator: Any, shape: Any, nodes: Any, node_size: Any, network: Any, dtype: Any, gpu: Gpu
+) -> Asked:
+    """The arguments of `predict`, checked for `call`. Raises ShapeError, DtypeError."""
+    declared = _declared(call, operator)
+    found = Network.parse(call, network) if not isinstance(network, Network) else network
     for name, value, least in (("nodes", nodes, 2), ("node_size", node_size, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ShapeError.argument(CALL, name, repr(value), f"an integer from {least}")
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+            raise ShapeError.argument(call, name, repr(value), f"an integer from {least}")
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (-1,)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise ShapeError.argument(CALL, "shape", repr(shape), "integers from 1")
+        raise ShapeError.argument(call, "shape", repr(shape), "integers from 1, as in (4096, 8192)")
     kinds = {dtype_text(t): t for t in next(iter(declared.tensors.values())).dtypes}
     kind = kinds.get(dtype_text(dtype))
     if kind is None:
-        raise DtypeError.argument(CALL, "dtype", repr(dtype), " or ".join(kinds))
-    rates = gpu_named(gpu)
-    mode, parts = declared.over_nodes(sizes, kind, nodes, node_size, found, rates)
-    return Prediction(declared.name, mode, sizes, dtype_text(kind), nodes, node_size, found, gpu, parts)
+        raise DtypeError.argument(call, "dtype", repr(dtype), " or ".join(kinds))
+    mode, key = declared.over_nodes(sizes, kind, nodes, node_size, found, gpu)
+    case = {"x": sizes, "dtype": dtype_text(kind), "size": nodes * node_size, "node_size": node_size}
+    return Asked(declared, mode, case | {"network": found.name}, key, gpu)
 
 
-def _declared(operator: Any) -> Operator:
-    """The operator of that name or function that has a form over nodes. Raises ShapeError."""
+def predictable(operator: Operator) -> bool:
+    """Whether it is a collective with a form over nodes that predicts its time."""
+    return [*operator.tensors] == ["x"] and any(form.seconds is not None for form in operator.across.values())
+
+
+def _declared(call: str, operator: Any) -> Operator:
+    """The collective of that name or function whose time over nodes can be predicted. Raises ShapeError."""
     name = getattr(operator, "__name__", operator)
     declared = named(name) if isinstance(name, str) else None
-    if declared is None or not declared.across:
-        wanted = ", ".join(each.name for each in operators().values() if each.across)
-        raise ShapeError.argument(CALL, "operator", repr(name), f"one with a form over nodes: {wanted}")
+    if declared is None or not predictable(declared):
+        wanted = ", ".join(each.name for each in operators().values() if predictable(each))
+        raise ShapeError.argument(call, "operator", repr(name), f"one with a form over nodes: {wanted}")
     return declared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,17 @@ import typer
 from rich.console import Console
 
 from pkt.errors import PktError, ShapeError, Unsupported
-from pkt.kernels.operator import Operator, named
+from pkt.kernels.operator import Operator, named, operators
 from pkt.launcher import launch
 from pkt.model.config import NCCL, UNFUSED, Config
 from pkt.model.cost import DTYPES, modelled
 from pkt.model.gpu import H200, Gpu, gluon_lacks
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
-from pkt.tune import cache, tables
+from pkt.tune import across, cache, tables
+from pkt.tune.across import Collective
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
-from pkt.tune.distance import distance
+from pkt.tune.distance import BOUND, distance
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -37,8 +39,6 @@ SIMULATED_MOST = 256**3
 """Largest m * n * k: a search then takes some seconds."""
 SIMULATED_SMS = 8
 HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
-BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Greatest `distance`. Roundings stay far below it; a tile that is wrong or late is far above."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,9 @@ def main(
     m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
     n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
     k: Annotated[int, typer.Option(help="what is summed over, on all ranks", show_default=False)] = 0,
+    shape: Annotated[str | None, typer.Option(help="of a collective's x, over several nodes: 4096 or 64x32")] = None,
+    node_size: Annotated[int | None, typer.Option(min=1, help="ranks of a node; all where left out")] = None,
+    network: Annotated[str, typer.Option(help="between nodes, for the prediction")] = "400Gb",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     every: Annotated[bool, typer.Option("--all", help="every operator, at its benchmark's sizes")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the simulator, small, on a modelled clock")] = "cuda",
@@ -146,10 +149,16 @@ def main(
 ) -> None:
     """Search for the fastest settings of an operator on this machine, and remember them for pkt.tune.choice.
 
-    Without --m, --n and --k all sizes of the operator's benchmark. Exit status 1 if a search could not be made, 130
-    after Ctrl-C, which keeps the best so far.
+    Without --m, --n and --k all sizes of the operator's benchmark. With --node-size a collective over several nodes, in
+    the simulator. Exit status 1 if a search could not be made, 130 after Ctrl-C, which keeps the best so far.
     """
-    layers = _layers(operator, every, m, n, k, dtype, device)
+    layers: Sequence[Layer | Collective]
+    if node_size is None or node_size == ranks:
+        if shape is not None:
+            raise typer.BadParameter("--shape is for a collective over several nodes, with --node-size")
+        layers = _layers(operator, every, m, n, k, dtype, device)
+    else:
+        layers = [_over_nodes(operator, every or m or n or k, shape, ranks, node_size, network, dtype, device)]
     _check_folder(out)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: dict[str, list[Search]] = {}
@@ -161,6 +170,8 @@ def main(
             search, gpu = _searched(layer, ranks, device)
             found.setdefault(layer.what, []).append(search)
             console.print(report(search))
+            if device == "cpu":
+                console.print("measured: on the simulator's modelled clock")
             if search.interrupted:
                 break
     except PktError as error:
@@ -215,13 +226,47 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
     return layers
 
 
+def _over_nodes(
+    operator: str, more: Any, shape: str | None, ranks: int, node_size: int, network: str, dtype: str, device: str
+) -> Collective:
+    """The collective to search for. more: options that are not for it. Raises typer.BadParameter for a command line
+    that means nothing, and Unsupported for what does not run over nodes."""
+    if not operator or more or dtype not in DTYPES:
+        raise typer.BadParameter(f"wanted with --node-size: an operator, --shape, and --dtype {', '.join(DTYPES)}")
+    known = named(operator)
+    if known is None:
+        wanted = ", ".join(name for name, each in operators().items() if each.across)
+        raise typer.BadParameter(f"found operator {operator!r}, wanted one with a form over nodes: {wanted}")
+    layer = Collective(known.name, shape_of("pkt tune", shape), dtype, node_size, network)
+    layer.asked(ranks)  # raises for what no machine runs, before what this one lacks
+    if device != "cpu":
+        raise Unsupported.here(
+            f"pkt tune {operator} over nodes", "worlds of several nodes run in the simulator only",
+            "--device cpu searches on its modelled clock, and pkt explain predicts",
+        )  # fmt: skip
+    return layer
+
+
+def shape_of(call: str, text: str | None) -> tuple[int, ...] | None:
+    """The lengths of a shape, of "4096x8192". Raises ShapeError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ShapeError.argument(call, "--shape", repr(text), "lengths, as in 4096x8192")
+    return tuple(int(length) for length in text.split("x"))
+
+
 def sizes(operator: Operator, device: str = "cuda") -> Sequence[int]:
     """The sizes of the operator's table, or those that a simulator computes in seconds."""
     return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(operator)})
 
 
-def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
+def _searched(layer: Layer | Collective, ranks: int, device: str) -> tuple[Search, str]:
     """The search for one layer, in a world of its own, whose buffers end with it."""
+    if isinstance(layer, Collective):
+        return launch(
+            across.search, ranks, "cpu", (layer,), node_size=layer.node_size, heap=HEAP["cpu"], sms=SIMULATED_SMS
+        )[0]  # fmt: skip
     if device == "cpu":
         return launch(search_layer, ranks, "cpu", (layer,), heap=HEAP[device], sms=SIMULATED_SMS)[0]
     found = torch.cuda.device_count()

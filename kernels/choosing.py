@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import PktError, Unsupported
+from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
 from pkt.model.network import Network
@@ -163,16 +163,24 @@ class Choosing(Declared):
     def over_nodes(
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
     ) -> tuple[str, dict[str, Any]]:
-        """The form that the operator, a collective, takes over several nodes for an x of a shape where the caller
-        leaves all else out, and the case as that form's `space` and `seconds` take it. network, gpu: of every rank.
-        Raises ShapeError."""
-        call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        """The form that the operator, a collective or a product, takes over several nodes where the caller leaves all
+        else out, and the case as that form's `space` and `seconds` take it. shape: of x; of a product M, N and K that
+        each rank computes. network, gpu: of every rank. Raises ShapeError."""
+        mode, size = next(iter(self.across)), nodes * node_size
+        links = {"nodes": nodes, "node_size": node_size, "network": network}
+        if self.tuning is not None:
+            wanted = "(M, N, K) of the product that each rank computes"
+            if len(shape) != 3:
+                raise ShapeError.argument(self.name, "shape", shape, wanted)
+            if "m" in self.tuning.shared and shape[0] % size:
+                raise ShapeError.argument(self.name, "shape", shape, f"{wanted}, M divisible by {size} ranks")
+            return mode, {**dict(zip("MNK", shape)), "dtype": dtype_text(dtype), "size": size, **links}
+        call = Call(self.name, Described(size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
         self._bind_result(call)
-        key = {"nbytes": x.nbytes, "itemsize": x.itemsize, "nodes": nodes, "node_size": node_size, "network": network}
-        return next(iter(self.across)), key
+        return mode, {"nbytes": x.nbytes, "itemsize": x.itemsize, **links}
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""

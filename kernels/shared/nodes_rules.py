@@ -55,15 +55,18 @@ def split_space(key: Key, gpu: Gpu) -> list[Config]:
     return _space(key, _split(key))
 
 
-class _Sizes:
-    """What a kernel does with parts of so many bytes on each rank. config: `block` of it counts."""
+class Sizes:
+    """What a kernel does with parts of so many bytes on each rank."""
 
-    def __init__(self, config: Mapping[str, Any], key: Key, gpu: Gpu, part: float) -> None:
+    def __init__(
+        self, key: Key, gpu: Gpu, part: float, programs: int | None = None, piece: float | None = None
+    ) -> None:
+        """programs: at most; all where None. piece: bytes of a put; None: by the kernels' rule."""
         self.N, self.M, self.network, self.gpu, self.part = key["nodes"], key["node_size"], key["network"], gpu, part
-        asked = config.get("block")
-        piece = min(asked * key["itemsize"] if asked else nodes.put_bytes(part, gpu.sms), max(part, 1.0))
+        most = programs or gpu.sms
+        piece = min(piece or nodes.put_bytes(part, most), max(part, 1.0))
         self.pieces = max(1, -(-int(part) // int(piece)))
-        self.programs = min(self.N * self.pieces, gpu.sms)
+        self.programs = min(self.N * self.pieces, most)
         self.at_once = min(self.programs * piece, self.N * part)  # bytes of the pieces that all programs are at
         self.link = link_rate("register load", self.programs, min(int(piece), COPY_BYTES))
         self.latency = self.network.latency if self.N > 1 else 0.0
@@ -86,7 +89,7 @@ class _Sizes:
         )  # fmt: skip
 
 
-def _gather(s: _Sizes, answered: bool = False) -> TwoLinks:
+def gather(s: Sizes, answered: bool = False) -> TwoLinks:
     """The last pieces that arrive must be passed on. answered: nobody waits until its puts are complete."""
     size = s.N * s.M
     spread = s.at_once * (s.M - 1) / s.link
@@ -95,7 +98,7 @@ def _gather(s: _Sizes, answered: bool = False) -> TwoLinks:
     return s.estimate(far, near, memory, spread, sync, s.tasks(s.N) * s.M)
 
 
-def _scatter(s: _Sizes, answered: bool = False) -> TwoLinks:
+def scatter(s: Sizes, answered: bool = False) -> TwoLinks:
     """The first sums must be there before anything leaves."""
     first = s.at_once * (s.M - 1) / s.link
     sync = 2 * s.gpu.signal + (0.0 if answered else s.latency)
@@ -104,25 +107,31 @@ def _scatter(s: _Sizes, answered: bool = False) -> TwoLinks:
     return s.estimate(far, near, s.N * s.M * s.part + 3 * far + s.part, first, sync, steps)
 
 
+def _sizes(config: Mapping[str, Any], key: Key, gpu: Gpu, part: float) -> Sizes:
+    """Of a collective, whose setting `block` is the elements of a put."""
+    block = config.get("block")
+    return Sizes(key, gpu, part, piece=block * key["itemsize"] if block else None)
+
+
 def gather_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_gather."""
-    return _gather(_Sizes(config, key, gpu, _gathered(key)))
+    return gather(_sizes(config, key, gpu, _gathered(key)))
 
 
 def scatter_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of reduce_scatter."""
-    return _scatter(_Sizes(config, key, gpu, _split(key)))
+    return scatter(_sizes(config, key, gpu, _split(key)))
 
 
 def reduce_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_reduce."""
-    sizes = _Sizes(config, key, gpu, _split(key))
-    return _scatter(sizes, answered=True).then(_gather(sizes, answered=True))
+    sizes = _sizes(config, key, gpu, _split(key))
+    return scatter(sizes, answered=True).then(gather(sizes, answered=True))
 
 
 def exchange_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_to_all: the first pieces must be collected before anything leaves."""
-    s = _Sizes(config, key, gpu, _split(key))
+    s = _sizes(config, key, gpu, _split(key))
     first = s.at_once * (s.M - 1) / s.link
     far, whole = (s.N - 1) * s.M * s.part, s.N * s.M * s.part
     sync = 2 * s.gpu.signal + s.latency

@@ -43,7 +43,7 @@ class Network:
 class TwoLinks(Estimate):
     """An estimate whose communication is the longest of three. network, node: seconds of the two kinds of links. waits:
     seconds of what one program does in turn, see kernels/shared/nodes_rules.py. limit: seconds that the bytes of the
-    slower kind of link take at its full rate."""
+    slower kind of link take at its full rate, or a product in the tensor cores at theirs, if that is longer."""
 
     network: float = 0.0
     node: float = 0.0

@@ -59,17 +59,16 @@ class Across:
     rows: tuple[Row, ...]
 
     def __rich__(self) -> Group:
+        parts = [_parts(row.predicted) for row in self.rows if row.predicted is not None]
+        names = [*parts[0]] if parts else []
         table = Table()
         table.add_column("predicted, ms")
-        for name in ("in all", "of limit", "network", "node's links", "waits", "memory", "exposed", "launch, sync"):
+        for name in names:
             table.add_column(name, justify="right")
         table.add_column("settings", overflow="fold")
         for at, row in enumerate(self.rows):
-            cells, p = [""] * 8, row.predicted
-            if p is not None:
-                times = [p.total, p.network, p.node, p.waits, p.memory, p.exposed, p.launch + p.sync]
-                cells = [f"{1e3 * time:.3g}" for time in times]
-                cells.insert(1, f"{p.limit / p.total:.2f}")
+            found = {} if row.predicted is None else _parts(row.predicted)
+            cells = [found.get(name, "") for name in names]
             table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
@@ -85,15 +84,27 @@ class Across:
         p, form = self.rows[0].predicted, self.operator.across[self.config["mode"]]
         lines = [f"taken: {self.why}", f"bytes that leave a rank: {form.moves}; N nodes, W ranks"]
         if p is None:
-            return [*lines, "nothing is predicted for this form"]
-        kinds = {"the network": p.network, "the links": p.node, "the waits": p.waits, "the memory": p.memory}
+            return [*lines, f"nothing is predicted for this form in {self.key['dtype']}"]
+        kinds = _longest(p)
         slowest = max(kinds, key=lambda name: kinds[name])
         return [
             *lines,
-            "in all: the longest of network, links, waits of one program and memory, "
-            f"here {slowest}; then exposed, launch, sync",
+            f"in all: the longest of {', '.join(kinds)}, here {slowest}; then exposed, launch, sync",
             f"predicted, not measured: rates of {H200.name}, a network at its line rate, assumed latencies",
         ]
+
+
+def _longest(p: TwoLinks) -> dict[str, float]:
+    """The parts that happen at the same time."""
+    kinds = {"network": p.network, "node's links": p.node, "waits": p.waits, "memory": p.memory}
+    return {"compute": p.compute, **kinds} if p.compute else kinds
+
+
+def _parts(p: TwoLinks) -> dict[str, str]:
+    """The columns of a predicted time: seconds in ms, and the limit as a share."""
+    times = {**_longest(p), "exposed": p.exposed, "launch, sync": p.launch + p.sync}
+    whole = {"in all": f"{1e3 * p.total:.3g}", "of limit": f"{p.limit / p.total:.2f}"}
+    return whole | {name: f"{1e3 * time:.3g}" for name, time in times.items()}
 
 
 def explained(case: Asked) -> Across:
@@ -114,12 +125,12 @@ def explained(case: Asked) -> Across:
 def asked_of(
     call: str, operator: Operator, shape: Any, dtype: Any, size: int, node_size: int, network: str | Network, gpu: Gpu
 ) -> Asked:
-    """The case of a collective, by the number of ranks. Raises ShapeError, DtypeError; Unsupported for an operator that
-    has no form over nodes."""
+    """The case, by the number of ranks. shape: as pkt.tune.predict has it. Raises ShapeError, DtypeError; Unsupported
+    for an operator that has no form over nodes."""
     check_across(call, operator, size, node_size)
     if shape is None:
         raise ShapeError.argument(call, "shape", "None", f"the shape of x of {operator.name}, as in (4096, 8192)")
-    return asked(call, operator.name, shape, size // node_size, node_size, network, dtype, gpu)
+    return asked(call, operator, shape, size // node_size, node_size, network, dtype, gpu)
 
 
 def check_across(call: str, operator: Operator, size: int, node_size: int) -> None:
@@ -157,7 +168,7 @@ class Collective:
     def key(self, ranks: int) -> dict[str, Any]:
         """The case of the search. Raises as `asked`, and ShapeError where it is too large for a simulator."""
         case = self.asked(ranks)
-        if ranks * math.prod(case.case["x"]) > MOST_ELEMENTS:
+        if ranks * math.prod(case.shape) > MOST_ELEMENTS:
             wanted = (
                 f"at most {MOST_ELEMENTS} elements on all ranks together, because the simulator computes every "
                 f"candidate; pkt explain {self.what} --node-size {self.node_size} predicts the time of larger ones"
@@ -173,9 +184,9 @@ def search(world: World, layer: Collective) -> tuple[Search, str]:
     assert operator is not None
     dtype = DTYPES[layer.dtype]
     seeds = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
-    everybody = [torch.randn(case.case["x"], generator=seed).to(dtype) for seed in seeds]
+    everybody = [torch.randn(case.shape, generator=seed).to(dtype) for seed in seeds]
     exact = operator.reference(world.rank, x=everybody).float()
-    x = empty(*case.case["x"], dtype=dtype, world=world)  # symmetric, because peers read it in some forms
+    x = empty(*case.shape, dtype=dtype, world=world)  # symmetric, because peers read it in some forms
     x.copy_(everybody[world.rank])
 
     def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from pkt.tune import across, cache, tables
 from pkt.tune.across import Collective
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
 from pkt.tune.distance import BOUND, distance
+from pkt.tune.prediction import predictable
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -231,11 +232,16 @@ def _over_nodes(
 ) -> Collective:
     """The collective to search for. more: options that are not for it. Raises typer.BadParameter for a command line
     that means nothing, and Unsupported for what does not run over nodes."""
+    known = named(operator) if operator else None
+    if known is not None and known.tuning is not None:
+        raise Unsupported.here(
+            f"pkt tune {operator} over nodes", "found a product, and collectives alone are searched for there",
+            "pkt explain predicts the time of its form",
+        )  # fmt: skip
     if not operator or more or dtype not in DTYPES:
         raise typer.BadParameter(f"wanted with --node-size: an operator, --shape, and --dtype {', '.join(DTYPES)}")
-    known = named(operator)
     if known is None:
-        wanted = ", ".join(name for name, each in operators().items() if each.across)
+        wanted = ", ".join(name for name, each in operators().items() if predictable(each))
         raise typer.BadParameter(f"found operator {operator!r}, wanted one with a form over nodes: {wanted}")
     layer = Collective(known.name, shape_of("pkt tune", shape), dtype, node_size, network)
     layer.asked(ranks)  # raises for what no machine runs, before what this one lacks

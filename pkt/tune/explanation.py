@@ -25,7 +25,6 @@ from pkt.tune import cache, tables
 from pkt.tune.across import Across, asked_of, check_across, check_nodes, explained
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.collectives import Copies, copies
-from pkt.tune.prediction import Asked
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
 from pkt.wording import dtype_text, rendered
@@ -165,11 +164,11 @@ def explain(
         raise ShapeError.argument(CALL, "M, N, K", (M, N, K), f"none with {collective.name}, but shape=")
     if node_size < size:
         over = H200.name if machine["gpu"] == SIMULATED else machine["gpu"]
-        if collective is not None:
-            asked = asked_of(CALL, collective, shape, dtype, size, node_size, network, gpu_named(gpu or over))
-        else:
-            asked = _asked_over_nodes(op, M, N, K, shape, dtype, size, node_size, network, gpu_named(gpu or over))
-        found = explained(asked)
+        operator = collective or _product(op)
+        check_across(CALL, operator, size, node_size)
+        if collective is None:
+            shape = [_asked(op, M, N, K, shape, dtype, size)[1][axis] for axis in tables.AXES]
+        found = explained(asked_of(CALL, operator, shape, dtype, size, node_size, network, gpu_named(gpu or over)))
     elif collective is not None:
         multicast = world is not None and world.multicast
         found = copies(collective, shape, dtype, size, gpu_here(gpu or machine["gpu"]), multicast)
@@ -205,20 +204,6 @@ def _asked(op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: Any) -
     if "m" in operator.tuning.shared and M % size:
         raise ShapeError.argument(CALL, "M", M, f"rows that {size} ranks can share")
     return operator, {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype), "size": size}
-
-
-def _asked_over_nodes(
-    op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: int, node_size: int, network: Any, gpu: Gpu
-) -> Asked:
-    """The case of a product over several nodes. Raises as `_asked`, and Unsupported where it has no form there."""
-    check_across(CALL, _product(op), size, node_size)
-    operator, key = _asked(op, M, N, K, shape, dtype, size)
-    found = network if isinstance(network, Network) else Network.parse(CALL, network)
-    case = {**key, "node_size": node_size}
-    mode = next(iter(operator.across))
-    return Asked(
-        operator, mode, case | {"network": found.name}, case | {"nodes": size // node_size, "network": found}, gpu
-    )  # fmt: skip
 
 
 def _product(op: Any) -> Operator:

@@ -1,4 +1,4 @@
-"""pkt.tune.predict: how long a collective over many nodes should take, before anybody has the nodes.
+"""pkt.tune.predict: how long a call over many nodes should take, before anybody has the nodes.
 
     print(pkt.tune.predict("all_reduce", (128 << 20,), nodes=64, node_size=8))
 
@@ -18,6 +18,7 @@ import torch
 from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import Operator, named, operators
 from pkt.model.config import Config
+from pkt.model.cost import MODELLED, modelled
 from pkt.model.gpu import H200, Gpu, gpu_named
 from pkt.model.network import Network, TwoLinks
 from pkt.wording import dtype_text
@@ -50,17 +51,20 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The share of `seconds` that the bytes alone would take on the slower kind of link, at its full rate."""
+        """The share of `seconds` that the bytes alone would take on the slower kind of link at its full rate, or a
+        product in the tensor cores, if that is longer."""
         return self.parts.limit / self.parts.total
 
     def __str__(self) -> str:
         p, ranks = self.parts, self.nodes * self.node_size
+        compute, cores = (f"compute {_ms(p.compute)}, ", " and tensor cores") if p.compute else ("", "")
         return (
             f"{self.operator} of {self.shape} {self.dtype} on {ranks} x {self.gpu}, {self.nodes} nodes of "
             f"{self.node_size}, {self.network.name} a GPU\n"
-            f"predicted, not measured: {_ms(self.seconds)} ms, {self.efficiency:.0%} of what the links allow\n"
-            f"in ms: launch {_ms(p.launch)} + max(memory {_ms(p.memory)}, network {_ms(p.network)}, links of a node "
-            f"{_ms(p.node)}, waits of a program {_ms(p.waits)}) + exposed {_ms(p.exposed)} + sync {_ms(p.sync)}"
+            f"predicted, not measured: {_ms(self.seconds)} ms, {self.efficiency:.0%} of what the links{cores} allow\n"
+            f"in ms: launch {_ms(p.launch)} + max({compute}memory {_ms(p.memory)}, network {_ms(p.network)}, "
+            f"links of a node {_ms(p.node)}, waits of a program {_ms(p.waits)}) + exposed {_ms(p.exposed)} + "
+            f"sync {_ms(p.sync)}"
         )
 
 
@@ -78,31 +82,34 @@ def predict(
     dtype: torch.dtype | str = torch.bfloat16,
     gpu: str = H200.name,
 ) -> Prediction:
-    """The predicted time of a collective over several nodes, where the caller gives it an x of `shape` and nothing
-    else. A prediction that was never held against a measurement. Needs no GPU and no world; not collective.
+    """The predicted time of an operator over several nodes, where the caller gives it operands and nothing else. A
+    prediction that was never held against a measurement. Needs no GPU and no world; not collective.
 
-    operator: its name or function; one with a form over nodes: all_gather, reduce_scatter, all_reduce, all_to_all.
-    shape: of x on each rank. nodes, node_size: at least two nodes of so many GPUs. network: what the link of each GPU
-    carries in a second, as "400Gb", or a pkt.model.network.Network. dtype: of x. gpu: as torch names it; its links and
-    memory have H200's rates. Raises ShapeError, DtypeError.
+    operator: its name or function; a collective, or a product that says how it is tuned, with a form over nodes.
+    shape: of x on each rank; of a product M, N and K that each rank computes. nodes, node_size: at least two nodes of
+    so many GPUs. network: what the link of each GPU carries in a second, as "400Gb", or a pkt.model.network.Network.
+    dtype: of the operands; a product's is bf16 or fp16. gpu: as torch names it; its links and memory have H200's rates.
+    Raises ShapeError, DtypeError.
     """
-    case = asked(CALL, operator, shape, nodes, node_size, network, dtype, gpu_named(gpu))
+    declared = _declared(operator)
+    case = asked(CALL, declared, shape, nodes, node_size, network, dtype, gpu_named(gpu))
     parts = case.predicted(Config(mode=case.mode))
-    assert parts is not None
-    sizes, kind = case.case["x"], case.case["dtype"]
+    if parts is None:
+        raise DtypeError.argument(CALL, "dtype", repr(dtype), " or ".join(MODELLED))
     return Prediction(
-        case.operator.name, case.mode, sizes, kind, nodes, node_size, case.key["network"], gpu, parts
+        declared.name, case.mode, case.shape, case.case["dtype"], nodes, node_size, case.key["network"], gpu, parts
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- shared with across.py
 @dataclass(frozen=True)
 class Asked:
-    """A call over several nodes, checked, that nobody makes. mode: the form that it takes. case: for people. key: as
-    that form's `space` and `seconds` take it."""
+    """A call over several nodes, checked, that nobody makes. mode: the form that it takes. shape: as `predict` has it.
+    case: for people. key: as that form's `space` and `seconds` take it."""
 
     operator: Operator
     mode: str
+    shape: tuple[int, ...]
     case: Mapping[str, Any]
     key: Mapping[str, Any]
     gpu: Gpu
@@ -113,8 +120,8 @@ class Asked:
         return self.operator.across[self.mode]
 
     def predicted(self, config: Mapping[str, Any]) -> TwoLinks | None:
-        """The parts of the time with the settings of a config; None where the form says nothing."""
-        if self.form.seconds is None:
+        """The parts of the time with the settings of a config; None where nothing is known."""
+        if self.form.seconds is None or (self.operator.tuning is not None and not modelled(self.key)):
             return None
         found = self.form.seconds(config, self.key, self.gpu)
         assert isinstance(found, TwoLinks)
@@ -126,10 +133,10 @@ class Asked:
 
 
 def asked(
-    call: str, operator: Any, shape: Any, nodes: Any, node_size: Any, network: Any, dtype: Any, gpu: Gpu
+    call: str, operator: Operator, shape: Any, nodes: Any, node_size: Any, network: Any, dtype: Any, gpu: Gpu
 ) -> Asked:
-    """The arguments of `predict`, checked for `call`. Raises ShapeError, DtypeError."""
-    declared = _declared(call, operator)
+    """The arguments of `predict` for an operator with a form over nodes, checked for `call`. Raises ShapeError,
+    DtypeError."""
     found = Network.parse(call, network) if not isinstance(network, Network) else network
     for name, value, least in (("nodes", nodes, 2), ("node_size", node_size, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -137,25 +144,27 @@ def asked(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (-1,)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise ShapeError.argument(call, "shape", repr(shape), "integers from 1, as in (4096, 8192)")
-    kinds = {dtype_text(t): t for t in next(iter(declared.tensors.values())).dtypes}
+    kinds = {dtype_text(t): t for t in next(iter(operator.tensors.values())).dtypes}
     kind = kinds.get(dtype_text(dtype))
     if kind is None:
         raise DtypeError.argument(call, "dtype", repr(dtype), " or ".join(kinds))
-    mode, key = declared.over_nodes(sizes, kind, nodes, node_size, found, gpu)
-    case = {"x": sizes, "dtype": dtype_text(kind), "size": nodes * node_size, "node_size": node_size}
-    return Asked(declared, mode, case | {"network": found.name}, key, gpu)
+    mode, key = operator.over_nodes(sizes, kind, nodes, node_size, found, gpu)
+    lengths = {"x": sizes} if operator.tuning is None else dict(zip("MNK", sizes))
+    case = {**lengths, "dtype": dtype_text(kind), "size": nodes * node_size, "node_size": node_size}
+    return Asked(operator, mode, sizes, case | {"network": found.name}, key, gpu)
 
 
 def predictable(operator: Operator) -> bool:
-    """Whether it is a collective with a form over nodes that predicts its time."""
-    return [*operator.tensors] == ["x"] and any(form.seconds is not None for form in operator.across.values())
+    """Whether it is a collective or a product whose form over nodes predicts its time."""
+    known = operator.tuning is not None or [*operator.tensors] == ["x"]
+    return known and any(form.seconds is not None for form in [*operator.across.values()][:1])
 
 
-def _declared(call: str, operator: Any) -> Operator:
-    """The collective of that name or function whose time over nodes can be predicted. Raises ShapeError."""
+def _declared(operator: Any) -> Operator:
+    """The operator of that name or function whose time over nodes can be predicted. Raises ShapeError."""
     name = getattr(operator, "__name__", operator)
     declared = named(name) if isinstance(name, str) else None
     if declared is None or not predictable(declared):
         wanted = ", ".join(each.name for each in operators().values() if predictable(each))
-        raise ShapeError.argument(call, "operator", repr(name), f"one with a form over nodes: {wanted}")
+        raise ShapeError.argument(CALL, "operator", repr(name), f"one with a form over nodes: {wanted}")
     return declared

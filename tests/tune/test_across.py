@@ -18,13 +18,13 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator, operators
 from pkt.model.config import Config
 from pkt.model.gpu import H200
-from pkt.model.network import Network
+from pkt.model.network import Network, TwoLinks
 from pkt.tune import predict, space
 from pkt.tune.across import Collective, search
 from pkt.tune.explanation import explain
 from pkt.tune.prediction import asked, predictable
 
-COLLECTIVES = [name for name, operator in operators().items() if predictable(operator)]
+COLLECTIVES = [name for name, operator in operators().items() if predictable(operator) and operator.tuning is None]
 
 
 def run(*arguments: Any) -> Any:
@@ -67,15 +67,15 @@ def test_the_longest_part_is_named() -> None:
         found = explain("reduce_scatter", shape=shape, size=size, node_size=8, network=network)
         return next(line for line in str(found).splitlines() if line.startswith("in all"))
 
-    assert "here the links;" in longest(128 << 20, 512)
-    assert "here the network;" in longest(128 << 20, 512, "100Gb")
-    assert "here the waits;" in longest(1 << 19, 4096)
+    assert "here node's links;" in longest(128 << 20, 512)
+    assert "here network;" in longest(128 << 20, 512, "100Gb")
+    assert "here waits;" in longest(1 << 19, 4096)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_fastest_of_the_candidates_is_shown(name: str) -> None:
     found = explain(name, shape=1 << 24, size=64, node_size=8)
-    case = asked("test", name, 1 << 24, 8, 8, "400Gb", "bf16", H200)
+    case = asked("test", operators()[name], 1 << 24, 8, 8, "400Gb", "bf16", H200)
     times = {config: case.predicted(config).total for config in case.space()}
     assert len(times) > 4
     best = next(row for row in found.rows if "fastest predicted" in row.names)
@@ -85,7 +85,7 @@ def test_the_fastest_of_the_candidates_is_shown(name: str) -> None:
 
 def test_puts_of_every_size_have_their_price() -> None:
     """Tiny puts are issued for longer than they travel; a put of the whole part leaves nothing to overlap."""
-    case = asked("test", "all_gather", 1 << 24, 8, 8, "400Gb", "bf16", H200)
+    case = asked("test", operators()["all_gather"], 1 << 24, 8, 8, "400Gb", "bf16", H200)
 
     def parts(**settings: Any) -> Any:
         return case.predicted(Config(mode="nodes", **settings))
@@ -103,6 +103,31 @@ def test_a_product_says_that_it_works_within_one_node() -> None:
         pytest.skip("it has a form over nodes")
     with pytest.raises(Unsupported, match="found 2 nodes, and matmul_reduce_scatter works within one: give it"):
         explain("gemm_rs", M=64, N=64, K=64, size=4, node_size=2)
+
+
+def test_a_product_over_nodes_has_its_compute_beside_the_links(monkeypatch: Any, capsys: Any) -> None:
+    def seconds(config: Any, key: Any, gpu: Any) -> TwoLinks:
+        assert [key[name] for name in ("M", "N", "K", "dtype", "size", "nodes", "node_size")] == [
+            64, 32, 16, "bf16", 4, 2, 2,
+        ]  # fmt: skip
+        return TwoLinks(1e-3, 5e-3, memory=2e-3, communication=4e-3, network=4e-3, node=3e-3, limit=3e-3)
+
+    operator = operators()["matmul_reduce_scatter"]
+    form = replace(operator.forms["unfused"], how="somehow", space=None, seconds=seconds)
+    monkeypatch.setattr(operator, "across", {"nodes": form})
+    found = explain("gemm_rs", M=64, N=32, K=16, size=4, node_size=2)
+    said = capsys.readouterr().out
+    assert "in all: the longest of compute, network, node's links, waits, memory, here compute; then" in said
+    assert found.rows[0].predicted.total == pytest.approx(6e-3)
+    assert explain("gemm_rs", M=64, N=32, K=16, size=4, node_size=2, dtype="fp32").rows[0].predicted is None
+    same = predict("matmul_reduce_scatter", (64, 32, 16), 2, 2)
+    assert same.parts == found.rows[0].predicted
+    assert "max(compute 5, memory 2, network 4" in str(same)
+    with pytest.raises(DtypeError, match="bf16 or fp16"):
+        predict("matmul_reduce_scatter", (64, 32, 16), 2, 2, dtype="fp32")
+    for wrong in ((64, 32), (63, 32, 16)):
+        with pytest.raises(ShapeError, match=r"wanted \(M, N, K\) of the product"):
+            predict("matmul_reduce_scatter", wrong, 2, 2)
 
 
 def test_a_form_without_a_prediction_is_explained_without_one(monkeypatch: Any, capsys: Any) -> None:
@@ -221,7 +246,14 @@ def test_wrong_command_lines_are_refused(more: list[str], said: str, tmp_path: P
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("name", "said"), [("broadcast", "broadcast works within one"), ("ring", "found operator")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broadcast", "broadcast works within one"),
+        ("ring", "found operator"),
+        ("gemm_ar", "collectives alone are searched for there: pkt explain predicts"),
+    ],
+)
 def test_operators_without_a_form_over_nodes_are_refused(name: str, said: str) -> None:
     done = run("tune", name, "--shape", "64", "--ranks", "4", "--node-size", "2", "--device", "cpu")
     assert done.exit_code == 2

@@ -27,7 +27,7 @@ from pkt.runtime.world import World
 from pkt.tune.distance import BOUND, distance
 from pkt.tune.prediction import Asked, asked
 from pkt.tune.report import text_of
-from pkt.tune.search import Search
+from pkt.tune.search import Model, Search
 from pkt.tune.tuner import tune
 from pkt.wording import rendered
 
@@ -96,7 +96,7 @@ class Across:
 
 def _longest(p: TwoLinks) -> dict[str, float]:
     """The parts that happen at the same time."""
-    kinds = {"network": p.network, "node's links": p.node, "waits": p.waits, "memory": p.memory}
+    kinds = {"network": p.network, "links": p.node, "waits": p.waits, "memory": p.memory}
     return {"compute": p.compute, **kinds} if p.compute else kinds
 
 
@@ -131,6 +131,16 @@ def asked_of(
     if shape is None:
         raise ShapeError.argument(call, "shape", "None", f"the shape of x of {operator.name}, as in (4096, 8192)")
     return asked(call, operator, shape, size // node_size, node_size, network, dtype, gpu)
+
+
+def model_of(case: Asked) -> Model:
+    """Predicted seconds of a config in that case."""
+
+    def predicted(config: Config, key: Mapping[str, Any]) -> float | None:
+        parts = case.predicted(config)
+        return None if parts is None else parts.total
+
+    return predicted
 
 
 def check_across(call: str, operator: Operator, size: int, node_size: int) -> None:
@@ -192,12 +202,8 @@ def search(world: World, layer: Collective) -> tuple[Search, str]:
     def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
         return distance(result, exact) <= BOUND[dtype]
 
-    def predicted(config: Config, key: Mapping[str, Any]) -> float | None:
-        parts = case.predicted(config)
-        return None if parts is None else parts.total
-
     found = tune(
         operator.function, x, world=world, configs=case.space(), key=layer.key(world.size), name=operator.name,
-        model=predicted, check=right, restore=["x"], most=1.0,
+        model=model_of(case), check=right, restore=["x"], most=1.0,
     )  # fmt: skip
     return found, world.backend.gpu

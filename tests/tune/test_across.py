@@ -67,7 +67,7 @@ def test_the_longest_part_is_named() -> None:
         found = explain("reduce_scatter", shape=shape, size=size, node_size=8, network=network)
         return next(line for line in str(found).splitlines() if line.startswith("in all"))
 
-    assert "here node's links;" in longest(128 << 20, 512)
+    assert "here links;" in longest(128 << 20, 512)
     assert "here network;" in longest(128 << 20, 512, "100Gb")
     assert "here waits;" in longest(1 << 19, 4096)
 
@@ -97,10 +97,8 @@ def test_puts_of_every_size_have_their_price() -> None:
     assert len(limits) == 1
 
 
-def test_a_product_says_that_it_works_within_one_node() -> None:
-    operator = operators()["matmul_reduce_scatter"]
-    if operator.across:
-        pytest.skip("it has a form over nodes")
+def test_a_product_without_a_form_over_nodes_says_so(monkeypatch: Any) -> None:
+    monkeypatch.setattr(operators()["matmul_reduce_scatter"], "across", {})
     with pytest.raises(Unsupported, match="found 2 nodes, and matmul_reduce_scatter works within one: give it"):
         explain("gemm_rs", M=64, N=64, K=64, size=4, node_size=2)
 
@@ -117,7 +115,7 @@ def test_a_product_over_nodes_has_its_compute_beside_the_links(monkeypatch: Any,
     monkeypatch.setattr(operator, "across", {"nodes": form})
     found = explain("gemm_rs", M=64, N=32, K=16, size=4, node_size=2)
     said = capsys.readouterr().out
-    assert "in all: the longest of compute, network, node's links, waits, memory, here compute; then" in said
+    assert "in all: the longest of compute, network, links, waits, memory, here compute; then" in said
     assert found.rows[0].predicted.total == pytest.approx(6e-3)
     assert explain("gemm_rs", M=64, N=32, K=16, size=4, node_size=2, dtype="fp32").rows[0].predicted is None
     same = predict("matmul_reduce_scatter", (64, 32, 16), 2, 2)
@@ -229,9 +227,9 @@ def test_the_command_searches_in_the_simulator(tmp_path: Path) -> None:
         (["--shape", "4x"], "--shape: found '4x', wanted lengths"),
         (["--shape", "131072"], "wanted at most 131072 elements on all ranks together"),
         (["--ranks", "3"], "node_size: found 2, wanted a divisor of 3"),
-        (["--m", "8"], "wanted with --node-size: an operator, --shape"),
-        (["--all"], "wanted with --node-size: an operator, --shape"),
-        (["--dtype", "int8"], "wanted with --node-size: an operator, --shape"),
+        (["--m", "8"], "wanted with --node-size: a collective and --shape, or"),
+        (["--all"], "wanted with --node-size: a collective and --shape, or"),
+        (["--dtype", "int8"], "wanted with --node-size: a collective and --shape, or"),
         (["--network", "much"], "gigabits a second"),
         (["--node-size", "4"], "--shape is for a collective over several nodes"),
     ],
@@ -247,17 +245,30 @@ def test_wrong_command_lines_are_refused(more: list[str], said: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "more", "said"),
     [
-        ("broadcast", "broadcast works within one"),
-        ("ring", "found operator"),
-        ("gemm_ar", "collectives alone are searched for there: pkt explain predicts"),
+        ("broadcast", ["--shape", "64"], "broadcast works within one"),
+        ("ring", ["--shape", "64"], "found operator 'ring', wanted one with a form over nodes: all_gather"),
+        ("gemm_ar", ["--shape", "64"], "wanted with --node-size: a collective and --shape, or a product and --m"),
+        ("gemm_ar", ["--m", "64"], "wanted with --node-size: a collective and --shape, or a product and --m"),
+        ("gemm_ar", ["--m", "512", "--n", "512", "--k", "512"], "wanted m * n * k up to 16777216"),
+        ("gemm_ar", ["--m", "64", "--n", "64", "--k", "63"], "k: found 63, wanted at least 1 and divisible by 4 ranks"),
     ],
 )
-def test_operators_without_a_form_over_nodes_are_refused(name: str, said: str) -> None:
-    done = run("tune", name, "--shape", "64", "--ranks", "4", "--node-size", "2", "--device", "cpu")
+def test_what_is_not_searched_over_nodes_is_refused(name: str, more: list[str], said: str) -> None:
+    done = run("tune", name, *more, "--ranks", "4", "--node-size", "2", "--device", "cpu")
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_form_without_settings_is_not_searched(monkeypatch: Any) -> None:
+    operator = operators()["matmul_all_reduce"]
+    monkeypatch.setattr(operator, "across", {"nodes": replace(operator.forms["unfused"], space=None, seconds=None)})
+    sizes = ["--m", "64", "--n", "64", "--k", "64", "--ranks", "4", "--node-size", "2"]
+    done = run("tune", "gemm_ar", *sizes, "--device", "cpu")
+    assert done.exit_code == 2
+    assert "found no settings to search in its form 'nodes': pkt explain predicts its time" in done.output
+    assert "run in the simulator only: --device cpu" in run("tune", "gemm_ar", *sizes).output
 
 
 def test_a_simulated_world_of_nodes_tunes_a_function() -> None:

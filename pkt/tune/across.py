@@ -65,11 +65,10 @@ class Across:
         table.add_column("predicted, ms")
         for name in names:
             table.add_column(name, justify="right")
-        table.add_column("settings", overflow="fold")
         for at, row in enumerate(self.rows):
             found = {} if row.predicted is None else _parts(row.predicted)
             cells = [found.get(name, "") for name in names]
-            table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
+            table.add_row("\n".join(row.names), *cells, style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
 
@@ -83,6 +82,7 @@ class Across:
         """The lines below the table."""
         p, form = self.rows[0].predicted, self.operator.across[self.config["mode"]]
         lines = [f"taken: {self.why}", f"bytes that leave a rank: {form.moves}; N nodes, W ranks"]
+        lines += [f"{row.names[0]}: {text_of(row.config, [*row.config])}" for row in self.rows[1:]]
         if p is None:
             return [*lines, f"nothing is predicted for this form in {self.key['dtype']}"]
         kinds = _longest(p)

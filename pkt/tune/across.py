@@ -144,12 +144,16 @@ def model_of(case: Asked) -> Model:
 
 
 def check_across(call: str, operator: Operator, size: int, node_size: int) -> None:
-    """Raise Unsupported for an operator that has no form over nodes, ShapeError unless they are whole nodes."""
+    """Raise Unsupported for an operator that has no form over nodes, or that is neither a collective nor a product;
+    ShapeError unless they are whole nodes."""
     check_nodes(call, size, node_size)
     if not operator.across:
         found = f"found {size // node_size} nodes, and {operator.name} works within one"
         remedy = "give it world=world.on_node; docs/scale-out.md lists the operators that work over nodes"
         raise Unsupported.here(call, found, remedy)
+    if operator.tuning is None and [*operator.tensors] != ["x"]:
+        remedy = "give a collective or a product; docs/scale-out.md says what the others send"
+        raise Unsupported.here(call, f"found {operator.name}, and nothing predicts it over nodes", remedy)
 
 
 def check_nodes(call: str, size: int, node_size: Any) -> None:

@@ -264,7 +264,8 @@ def _over_nodes(
         raise typer.BadParameter(f"found operator {operator!r}, wanted one with a form over nodes: {wanted}")
     layer: Layer | Collective
     if product:
-        layer = Layer(known.name, *sizes, dtype, node_size, network)
+        m, n, k = sizes
+        layer = Layer(known.name, m, n, k, dtype, node_size, network)
         _check_simulated(sizes, device)
     else:
         layer = Collective(known.name, shape_of("pkt tune", shape), dtype, node_size, network)

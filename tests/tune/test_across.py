@@ -261,6 +261,13 @@ def test_what_is_not_searched_over_nodes_is_refused(name: str, more: list[str], 
     assert said in " ".join(done.output.replace("│", " ").split())
 
 
+def test_an_operator_of_another_kind_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(operators()["flash_decode"], "across", {"nodes": None})
+    done = run("tune", "flash_decode", "--shape", "64", "--ranks", "4", "--node-size", "2", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "found flash_decode, and nothing predicts it over nodes: give a collective or a product" in done.output
+
+
 def test_a_form_without_settings_is_not_searched(monkeypatch: Any) -> None:
     operator = operators()["matmul_all_reduce"]
     monkeypatch.setattr(operator, "across", {"nodes": replace(operator.forms["unfused"], space=None, seconds=None)})

@@ -22,6 +22,11 @@ def signal_kernel(flags, dst, world, OP: tl.constexpr):
 
 
 @triton.jit
+def put_signal_kernel(flags, x, y, n, dst, world):
+    pl.put_signal(flags + 3, dst, world, 5, dst=y, src=x, nbytes=n)
+
+
+@triton.jit
 def signal_all_kernel(flags, world):
     pl.signal_all(flags, world)
 
@@ -84,6 +89,15 @@ def test_signal_drains_then_releases_once(arch, rank):
         k = compiled(signal_kernel, "*int32", 3, device_world(rank), op, arch=arch)
         assert order(k) == [*DRAIN, "bar.sync", f"one:atomic.release.sys.{atomic}"]
         assert count_markers(k.asm["ttir"]) == count_markers(k.asm["ptx"]) == {"wait": 0, "signal": 1}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_put_signal_releases_what_all_threads_have_stored(arch):
+    """In a node: the data is stored, then the signal sent as `signal` does."""
+    k = compiled(put_signal_kernel, "*int32", "*int32", "*int32", 4000, 1, device_world(0), arch=arch)
+    copied = order(k)[: -len([*DRAIN, "bar.sync", "signal"])]
+    assert any(one.startswith("st.global") for one in copied)
+    assert order(k)[len(copied) :] == [*DRAIN, "bar.sync", "one:atomic.release.sys.add.u32"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -13,6 +13,8 @@ copy: push by the copy engines, rows only; no SM moves data. On a stream of its 
     halved by the parity of the launch, which the host does not know in a replay: all ranks meet in a kernel before the
     copies begin.
 gluon: push or copy in specialised warps, see gluon.py. plain.py has the kernel and the plans of the other two.
+nodes: the only form in a world of several nodes, see over_nodes.py: A goes over the network along the rails, and the
+    ranks of a node load it from each other, while tiles are computed. It has run in the simulator only.
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from ..gradients import Backward, Gradients, Recorded, required
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
-from ..shared import copies, few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import copies, few_rows, gluon_fits, nodes, nodes_product_rules, product_rules, products, unfused
+from ..shared.nodes_products import NUM_COMM_SMS
 from ..shared.tile_product import (
     GatedEpilogue,
     default_tiles,
     finished,
     whole_rows,
 )
-from . import plain, rules
+from . import over_nodes, plain, rules
 from .rules import CALL, PushPlan, gathered_plan, settings
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ class Keywords(TypedDict, total=False):
     epilogue: GatedEpilogue
     shard: Literal["rows", "columns"]
     keep: Literal["shard", "whole"]
-    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None
     num_comm_sms: int | None
     chunk: int | None
     tiles: Sequence[int] | None
@@ -108,7 +111,7 @@ def all_gather_matmul(
     epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
     keep: Literal["shard", "whole"] = "shard",
-    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -141,7 +144,7 @@ def all_gather_matmul(
     keep: what is kept for b's gradient, where b requires it. "shard": a, which the backward pass gathers again: (W - 1)
         |a| bytes more leave each rank. "whole": the gathered A in new memory, W |a| bytes until the backward pass,
         which gathers nothing; the call writes and reads W |a| bytes more in each rank's memory. It takes one b, modes
-        None, "copy", "gluon" (by the copy engines) and "unfused", and no settings.
+        None, "copy", "gluon" (by the copy engines), "unfused" and "nodes", and no settings.
 
     mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
         like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "push".
@@ -152,11 +155,12 @@ def all_gather_matmul(
         "low_latency": for few rows: one launch, which asks for weights while A travels. Up to 8 ranks.
         "unfused": pkt's all-gather, then cuBLAS. "nccl": NCCL's, through torch.distributed, then cuBLAS. Both take no
             settings.
+        "nodes": the only form over several nodes: some programs gather A, the others compute.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes, see rules.push_plan:
-    num_comm_sms: programs that push. "push": from 1 to all but one of the grid, by default 16. "gluon": they push
-        before they compute; 0: the copy engines copy instead, the default where copying takes no longer than the
-        product and neither chunk nor rounds_alone is given, else 16.
+    num_comm_sms: programs that push, or in "nodes" gather. "push", "nodes": from 1 to all but one of the grid, by
+        default 16 and 24. "gluon": they push before they compute; 0: the copy engines copy instead, the default where
+        copying takes no longer than the product and neither chunk nor rounds_alone is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; by default 1024, with shard "columns"
         256. "gluon": a multiple of BLOCK_K; by default 128, 256 where fewer than 16 programs push. "gluon" where
         copied: columns of one copy; 0: all; by default half of them where the own shard is multiplied sooner than a
@@ -168,7 +172,8 @@ def all_gather_matmul(
         SMs busy.
     push_rows: "gluon": row blocks pushed, and computed, together; 0, the default: as many as the programs compute at a
         time. "copy", and "gluon" where copied: row blocks that one copy moves and one signal stands for; 0, the
-        default: a quarter of them, in "gluon" all.
+        default: a quarter of them, in "gluon" all. "nodes": row blocks that one put moves, rounded up to a power of two
+        elements; 0, the default: so many that each program has some puts.
     rounds_alone: "gluon": rounds of tiles, one a program, that the other programs compute while num_comm_sms programs
         push, if there are so many; 0 where copied.
     cut_last: "gluon": 1, 2 or 4 pieces, by columns, that each tile after the whole rounds is cut into.
@@ -208,7 +213,7 @@ def _kept(
             found, remedy = f'found {wrong[0]}, and keep="whole"', f'leave {wrong[0]} away, or use keep="shard"'
             raise Unsupported.here(f"rank {call.world.rank}: {CALL}", found, remedy)
         if mode is not None:
-            choice("copy", "gluon", "unfused")(call, "mode", mode)
+            choice("copy", "gluon", "unfused", "nodes")(call, "mode", mode)
         _epilogue(call, "epilogue", epilogue)
     (product,) = _keeps
     return product(a, b, bias, epilogue, shard, mode, world, workspace)
@@ -243,9 +248,9 @@ def _settled(call: Call) -> dict[str, Any]:
 
 
 def _from_one(call: Call) -> dict[str, Any]:
-    """The settings of push: 0 has no meaning there."""
+    """The settings of a form in which some programs always communicate: 0 has no meaning there."""
     for name in ("num_comm_sms", "chunk"):
-        if call[name] < 1:
+        if name in call.settings and call[name] < 1:
             raise call.refuse(name, call[name], "at least 1")
     return call.settings
 
@@ -347,6 +352,18 @@ OPERATOR = Operator(
         "low_latency": few_rows.gather_form(),
         **unfused.gather_forms(ALL_GATHER.planned),
     },
+    across={
+        "nodes": Form(
+            over_nodes.gather_and_multiply,
+            "some programs gather as all_gather does, the others compute: tiles of this rank's rows first, then of its "
+            "node's, then of far nodes'",
+            "(N - 1) |a| over the network, (W - N) |a| in the node",
+            settings={"num_comm_sms": NUM_COMM_SMS, "push_rows": 0, **TILES}, several=over_nodes.several,
+            complete=_from_one, fits=nodes.fits,
+            space=nodes_product_rules.gather_space, seconds=nodes_product_rules.gather_seconds,
+            small={"num_comm_sms": 1, "push_rows": 1, **products.SMALL},
+        ),
+    },
     reference=reference,
     backward=Backward(
         backward,
@@ -367,6 +384,20 @@ OPERATOR = Operator(
         *products.nasty("push", "unfused", "low_latency"),
         *products.nasty("push", "unfused", "low_latency", shard="columns"),
         Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
+        # One piece, so that one program packs it and another sends it. Not by TMA, so that no program that has gathered
+        # loads by it: such loads need no fence behind the waits of the gather.
+        Case(
+            {"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 2}, ranks=4, sms=3, node_size=2,
+            out="new",
+        ),
+        Case(
+            {"m": 17, "k": 12, "n": 9}, arguments={"mode": "nodes", "shard": "columns"}, ranks=8, node_size=4,
+            explore=False,
+        ),
+        Case(
+            {"m": 33, "k": 20, "n": 8}, arguments={"mode": "nodes", "epilogue": "silu", "given": ("bias",)}, ranks=8,
+            node_size=2, explore=False,
+        ),
         *(
             Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)
             for sizes, given, shard, out in SWIGLU

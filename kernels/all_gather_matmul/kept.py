@@ -4,6 +4,7 @@ copy, gluon: the product as in all_gather_matmul, where the copy engines bring A
     shard are copied to the result: W |a| bytes read and W |a| written in this rank's memory, none between ranks. The
     inbox cannot be kept itself: the next call fills it, when all ranks' streams have come there.
 unfused: an all-gather, then cuBLAS.
+nodes: as copy, in a world of several nodes, from where all_gather_matmul gathers A.
 
 The registry does not know this operator: `all_gather_matmul` calls it.
 """
@@ -25,7 +26,7 @@ from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import product_rules, products
 from ..shared.tile_product import finished
-from . import host, plain
+from . import host, over_nodes, plain
 from .rules import PushPlan, settings
 
 CALL = "all_gather_matmul_kept"
@@ -41,7 +42,7 @@ def reference(
 
 def all_gather_matmul_kept(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, bias: torch.Tensor | None = None,
-    shard: Literal["rows", "columns"] = "rows", mode: Literal["copy", "gluon", "unfused"] | None = None,
+    shard: Literal["rows", "columns"] = "rows", mode: Literal["copy", "gluon", "unfused", "nodes"] | None = None,
     workspace: Workspace | None = None, world: World | None = None,
 ) -> Any:  # fmt: skip
     """(product, A): as `all_gather_matmul`, and A gathered in new memory, W |a| bytes. Where the call is recorded, A is
@@ -62,7 +63,7 @@ def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], Symmetri
     """`plan`, and after each launch A from the inbox (size, m, k), which has no shard of this rank's."""
 
     def keeping(call: Call) -> Launch:
-        (m, k), rank, size = call["a"].shape, call.world.rank, call.world.size
+        (m, k), rank, size, columns = call["a"].shape, call.world.rank, call.world.size, call["shard"] == "columns"
         call.arguments["epilogue"] = "none"
         launch, inbox = plan(call), inbox_of(call).plain().view(size, m, k)
 
@@ -70,7 +71,7 @@ def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], Symmetri
             a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor
         ) -> Any:
             launch(a, b, out, bias)
-            shards = whole.view(size, m, k)
+            shards = whole.view(m, size, k).transpose(0, 1) if columns else whole.view(size, m, k)
             shards[:rank].copy_(inbox[:rank])
             shards[rank].copy_(a.detach())
             shards[rank + 1 :].copy_(inbox[rank + 1 :])
@@ -136,7 +137,7 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
-_forms = host.OPERATOR.forms
+_forms, _nodes = host.OPERATOR.forms, host.OPERATOR.across["nodes"]
 OPERATOR = Operator(
     all_gather_matmul_kept,
     tensors=products.operands("m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} n"),
@@ -151,6 +152,7 @@ OPERATOR = Operator(
         ),
         "unfused": replace(_forms["unfused"], plan=_unfused, several=None),
     },
+    across={"nodes": replace(_nodes, plan=_keeping(_nodes.plan, over_nodes.whole), several=None)},
     default=lambda call: "unfused" if host.fits_copies(call) else "copy",
     reference=reference,
     backward=Backward(

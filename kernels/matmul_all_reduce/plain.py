@@ -10,6 +10,9 @@ Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (si
 itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
 one rank for all: with s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff, off by at most about 2 * u *
 s; all ranks hold the same bits. So do they in the Gluon form, gluon.py, which needs no switch.
+
+nodes, the only form in a world of several nodes, is in shared.nodes_products: the sum's parts are made as in
+matmul_reduce_scatter, and gathered in a second launch. It has run in the simulator only.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from ..all_reduce import all_reduce, low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
-from ..shared import few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -147,7 +150,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["lcsc", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["lcsc", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     split_k: int | None = None,
@@ -174,9 +177,11 @@ def matmul_all_reduce(
             Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's all-reduce. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
             each product before it is added, and take no settings.
+        "nodes": the only form over several nodes. Rounds each product, each node's sum and the result, in a fixed
+            order.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes:
-    num_comm_sms: "lcsc": programs that communicate, by default 16; 0: all of them, after computing.
+    num_comm_sms: "lcsc", "nodes": programs that communicate, by default 16 and 24; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
@@ -290,6 +295,20 @@ OPERATOR = Operator(
         "low_latency": few_rows.all_form(),
         **unfused.reduce_forms(ALL_REDUCE.planned, low_latency),
     },
+    across={
+        "nodes": Form(
+            products.whole_runs(nodes_products.reduce),
+            "some programs add up finished tiles in the node and send the sums, the others compute; then all_gather",
+            "2 (N - 1) / W |C| over the network, 2 (W - N) / W |C| in the node",
+            settings={
+                "num_comm_sms": nodes_products.NUM_COMM_SMS,
+                "tiles": lambda call: default_tiles(-(-call["m"] // call.world.size), call.dtype, call["n"]),
+            },
+            fits=nodes.fits, roundings=lambda size: 3,
+            space=nodes_product_rules.sum_space, seconds=nodes_product_rules.reduce_seconds,
+            small={"num_comm_sms": 1, **products.SMALL},
+        ),
+    },
     reference=reference,
     backward=Backward(
         backward, "`all_reduce` once, then two products",
@@ -305,6 +324,14 @@ OPERATOR = Operator(
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}),
         Case(SIZES | {"n": 13}, arguments={"mode": "lcsc", "num_comm_sms": 1}, ranks=2, out="new"),
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency"}, out="new"),
+        # Not by TMA, so that no program that has communicated loads by it: see all_gather_matmul.
+        Case({"m": 7, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=2, node_size=1, out="new"),
+        Case({"m": 13, "k": 8, "n": 24}, arguments={"mode": "nodes"}, ranks=4, node_size=2, explore=False),
+        Case(
+            {"m": 21, "k": 8, "n": 13}, arguments={"mode": "nodes", "epilogue": "gelu", "given": ("bias",)}, ranks=8,
+            node_size=4, explore=False,
+        ),
+        Case({"m": 3, "k": 8, "n": 24}, arguments={"mode": "nodes"}, ranks=8, node_size=2, explore=False),
         *products.nasty("lcsc", "unfused", "low_latency"),
     ),
 )  # fmt: skip

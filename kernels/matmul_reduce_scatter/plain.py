@@ -11,6 +11,9 @@ add: each tile is added into its owner's accumulator by TMA, in the output's dty
 inbox: each tile is stored into its owner's inbox, at this rank's place, and signalled; the owner adds the
     places 0, 1, ... in fp32 and rounds once: the same bits every time, off by at most about 2 * u * s. size
     times the memory.
+
+nodes, the only form in a world of several nodes, is in shared.nodes_products: each tile is added in the node, and its
+sum crosses the network once. It has run in the simulator only.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
-from ..shared import few_rows, gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -183,7 +186,8 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["add", "inbox", "gluon", "low_latency", "unfused", "nccl"] | None = None,
+    mode: Literal["add", "inbox", "gluon", "low_latency", "unfused", "nccl", "nodes"] | None = None,
+    num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     split_k: int | None = None,
     lag: int | None = None,
@@ -209,8 +213,11 @@ def matmul_reduce_scatter(
             Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's reduce-scatter. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
             each product before it is added, and take no settings.
+        "nodes": the only form over several nodes. Rounds each product, each node's sum and the result, in a fixed
+            order.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes:
+    num_comm_sms: "nodes": programs that add up and send, by default 24; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
@@ -225,7 +232,7 @@ def matmul_reduce_scatter(
     Returns `out`, complete; after the call no peer reads anything of it. Raises ShapeError, DtypeError,
     CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR((a, b, out, bias), (epilogue, mode, tiles, split_k, lag, copies), world, workspace)
+    return OPERATOR((a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, split_k, lag, copies), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host
@@ -296,7 +303,10 @@ OPERATOR = Operator(
     tensors=products.operands("W*m k", "k n"),
     result="m n",
     arguments=products.ARGUMENTS,
-    settings={"tiles": products.tiles, "split_k": few_rows.splits, "lag": integer(1), "copies": integer(0)},
+    settings={
+        "num_comm_sms": integer(0), "tiles": products.tiles, "split_k": few_rows.splits, "lag": integer(1),
+        "copies": integer(0),
+    },
     forms={
         "add": Form(
             products.whole_runs(_plain), "TMA adds each tile into its owner", MOVES,
@@ -312,6 +322,17 @@ OPERATOR = Operator(
         "low_latency": few_rows.scatter_form(),
         **unfused.scatter_forms(REDUCE_SCATTER.planned),
     },
+    across={
+        "nodes": Form(
+            products.whole_runs(nodes_products.scatter),
+            "some programs add up finished tiles in the node and send the sums, the others compute",
+            "(N - 1) / W |C| over the network, (W - N) / W |C| in the node",
+            settings={"num_comm_sms": nodes_products.NUM_COMM_SMS, **TILES}, fits=nodes.fits,
+            roundings=lambda size: 3,
+            space=nodes_product_rules.sum_space, seconds=nodes_product_rules.scatter_seconds,
+            small={"num_comm_sms": 1, **products.SMALL},
+        ),
+    },
     reference=reference,
     backward=Backward(
         backward, "`all_gather` once, then two products",
@@ -325,6 +346,13 @@ OPERATOR = Operator(
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, launches=3, out="new"),
         Case({"m": 3, "k": 20, "n": 24}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="new"),
+        # Not by TMA, so that no program that has communicated loads by it: see all_gather_matmul.
+        Case({"m": 3, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=4, node_size=2, out="new"),
+        Case({"m": 17, "k": 8, "n": 13}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
+        Case(
+            {"m": 33, "k": 20, "n": 24}, arguments={"mode": "nodes", "epilogue": "silu", "given": ("bias",)}, ranks=8,
+            node_size=2, explore=False,
+        ),
         *products.nasty("add", "inbox", "unfused", "low_latency"),
     ),
 )  # fmt: skip

@@ -119,6 +119,75 @@ def signal_node(ptr, world, NEAR: tl.constexpr):
 
 
 @triton.jit
+def send_part(x_ptr, mine, packed_ptr, arrived_ptr, launch, pid, programs, part, world, NEAR: tl.constexpr):
+    """Copy my part x to `mine`, in my box, and put its pieces to the rail's rank of every other node. My share of
+    both, as program `pid` of `programs`; pointers as in gather_kernel."""
+    NODES: tl.constexpr = world.size // NEAR
+    rank = tl.cast(world.rank, tl.int32)
+    node, local = rank // NEAR, rank % NEAR
+    for t in range(pid, part.pieces, programs):
+        for start in range(0, part.PIECE, part.TILE):
+            _, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
+            tl.store(mine + element, tl.load(x_ptr + element, mask=inside), mask=inside)
+        pl.signal(packed_ptr + t, rank, world)  # publish: other programs may send it
+    for task in range(pid, NODES * part.pieces, programs):
+        i, t = task // part.pieces, task % part.pieces
+        if i > 0:
+            first = tl.cast(t, tl.int64) * part.PIECE
+            nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
+            to, arrived = (node + i) % NODES * NEAR + local, arrived_ptr + node * part.pieces + t
+            pl.wait(packed_ptr + t, launch, world)
+            pl.put_signal(arrived, to, world, dst=mine + first, src=mine + first, nbytes=nbytes)
+
+
+@triton.jit
+def source_at(i, j, world, NEAR: tl.constexpr):
+    """The rank whose part comes i-th among the nodes and j-th within its node: from my own node and rank on, the nodes
+    in the order in which evenly loaded ones send."""
+    NODES: tl.constexpr = world.size // NEAR
+    rank = tl.cast(world.rank, tl.int32)
+    return (rank // NEAR + NODES - i) % NODES * NEAR + (rank + j) % NEAR
+
+
+@triton.jit
+def take_parts(
+    out_ptr, half, arrived_ptr, there_ptr, launch, pid, programs, part, world, NEAR: tl.constexpr,
+    ready_ptr=None,  # int32 (size, blocks) on every rank: pieces of each block of each part that are in `out`
+    block=1,  # elements of such a block
+):  # fmt: skip
+    """Load all parts into `out`, piece by piece, from the boxes of my node's ranks, whose halves are `half`. My share
+    of it, as program `pid` of `programs`; pointers as in gather_kernel. With ready_ptr my own part stays where it is.
+    """
+    NODES: tl.constexpr = world.size // NEAR
+    rank = tl.cast(world.rank, tl.int32)
+    local, tasks = rank % NEAR, NODES * part.pieces
+    turn = (launch - 1) * tl.cdiv(tasks - pid, programs)
+    for task in range(pid, tasks, programs):
+        i, t = task // part.pieces, task % part.pieces
+        origin = source_at(i, 0, world, NEAR) // NEAR
+        turn += 1
+        if i > 0:
+            pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
+        signal_node(there_ptr + local * programs + pid, world, NEAR)  # publish
+        first = tl.cast(t, tl.int64) * part.PIECE
+        for j in tl.static_range(0, NEAR):
+            source = source_at(i, j, world, NEAR)
+            if j > 0:
+                pl.wait(there_ptr + source % NEAR * programs + pid, turn, world)
+            if (source != rank) | (ready_ptr is None):
+                for start in range(0, part.PIECE, part.TILE):
+                    unit, element, inside = tile(first, start, part)
+                    at = in_whole(unit, element, part, source, world.size)
+                    inside &= at < part.limit
+                    x = pl.load(slot(half, origin, part.n) + element, rank - local + source % NEAR, world, mask=inside)
+                    tl.store(out_ptr + at, x, mask=inside)
+                if ready_ptr is not None:
+                    last = tl.minimum(first + part.PIECE, part.n) - 1
+                    for b in range(tl.cast(first // block, tl.int32), tl.cast(last // block, tl.int32) + 1):
+                        pl.signal(ready_ptr + source * tl.cast(tl.cdiv(part.n, block), tl.int32) + b, rank, world)
+
+
+@triton.jit
 def gather_kernel(
     x_ptr,  # (rows, run) this rank's
     out_ptr,  # (rows, size, run) this rank's; x may be [:, rank] of it
@@ -136,41 +205,11 @@ def gather_kernel(
     launch = pl.epoch(there_ptr, world)
     NODES: tl.constexpr = world.size // NEAR
     rank = tl.cast(world.rank, tl.int32)
-    node, local = rank // NEAR, rank % NEAR
     half = slot(box_ptr, (launch & 1) * NODES, part.n)
-    mine = slot(half, node, part.n)
-    tasks = NODES * part.pieces
-    for t in range(pid, part.pieces, programs):
-        for start in range(0, part.PIECE, part.TILE):
-            _, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
-            tl.store(mine + element, tl.load(x_ptr + element, mask=inside), mask=inside)
-        pl.signal(packed_ptr + t, rank, world)  # publish: other programs may send it
-    for task in range(pid, tasks, programs):
-        i, t = task // part.pieces, task % part.pieces
-        if i > 0:
-            first = tl.cast(t, tl.int64) * part.PIECE
-            nbytes = tl.minimum(part.n - first, part.PIECE) * part.ITEM
-            to, arrived = (node + i) % NODES * NEAR + local, arrived_ptr + node * part.pieces + t
-            pl.wait(packed_ptr + t, launch, world)
-            pl.put_signal(arrived, to, world, dst=mine + first, src=mine + first, nbytes=nbytes)
-    turn = (launch - 1) * tl.cdiv(tasks - pid, programs)
-    for task in range(pid, tasks, programs):
-        i, t = task // part.pieces, task % part.pieces
-        origin = (node + NODES - i) % NODES  # my own node first, then in the order in which evenly loaded nodes send
-        turn += 1
-        if i > 0:
-            pl.wait(arrived_ptr + origin * part.pieces + t, launch, world)
-        signal_node(there_ptr + local * programs + pid, world, NEAR)  # publish
-        for j in tl.static_range(0, NEAR):
-            near = (local + j) % NEAR
-            if j > 0:
-                pl.wait(there_ptr + near * programs + pid, turn, world)
-            for start in range(0, part.PIECE, part.TILE):
-                unit, element, inside = tile(tl.cast(t, tl.int64) * part.PIECE, start, part)
-                at = in_whole(unit, element, part, origin * NEAR + near, world.size)
-                inside &= at < part.limit
-                x = pl.load(slot(half, origin, part.n) + element, node * NEAR + near, world, mask=inside)
-                tl.store(out_ptr + at, x, mask=inside)
+    send_part(
+        x_ptr, slot(half, rank // NEAR, part.n), packed_ptr, arrived_ptr, launch, pid, programs, part, world, NEAR
+    )
+    take_parts(out_ptr, half, arrived_ptr, there_ptr, launch, pid, programs, part, world, NEAR)
     if not ANSWERED:
         pl.quiet(world)  # before the next launch's signals
 
@@ -346,6 +385,13 @@ def gather_launch(world: World, rows: int, run: int, dtype: torch.dtype, block: 
     return resident_launch(world, gather_kernel, _tasks(world, part), (*made, part), (world.node_size, False))
 
 
+def answered_gather(world: World, kernel: str, part: Part, dtype: torch.dtype) -> Launch:
+    """launch(x, out): the ranks' parts x in `out`, between two launches in which the rail's ranks send data. kernel:
+    whose memory it is."""
+    made = _gather_memory(world, kernel, part, dtype)
+    return resident_launch(world, gather_kernel, _tasks(world, part), (*made, part), (world.node_size, True))
+
+
 def scatter_launch(world: World, rows: int, run: int, dtype: torch.dtype, op: Op, block: int | None) -> Launch:
     """launch(x, out): this rank's part (rows, run) of the ranks' symmetric x (rows, size, run), reduced. Each node's
     sum is rounded to the dtype."""
@@ -364,9 +410,8 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     device = world.torch_device
     total = world.keep(key, lambda: outside_pools(lambda: torch.empty(run, dtype=dtype, device=device), device))
     sums = _scatter_memory(world, "reduce_scatter", part, dtype)
-    parts = _gather_memory(world, "reduce_gather", part, dtype)
     scatter = resident_launch(world, scatter_kernel, _tasks(world, part), (*sums, part), (world.node_size, op, True))
-    gather = resident_launch(world, gather_kernel, _tasks(world, part), (*parts, part), (world.node_size, True))
+    gather = answered_gather(world, "reduce_gather", part, dtype)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return gather(scatter(x, total), out)

@@ -22,6 +22,9 @@ TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**
 SLOPE, CURVE = 1.13, 2.0**-20  # the steepest epilogue, and how far erf and exp are off
 RAGGED = (12, 13, 20, 7, 17)  # sizes of letters, in their order
 LETTERS = ((1,), RAGGED, (33, 16, 18, 40, 3))
+TWO_NODES = SimpleNamespace(  # as much of a world of two ranks, each a node, as `fits` asks for
+    size=2, rank=0, ranks=(0, 1), nodes=2, node_size=1, backend=SimpleNamespace(node_size=1)
+)
 BATCH = 2  # of the letter b: so many sequences, each with tiles of its own
 _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
@@ -112,7 +115,7 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
         if not letters:
             yield case
             continue
-        call = Call(operator.name, SimpleNamespace(size=2, rank=0), {}, arguments_of(operator, case), {}, mode)
+        call = Call(operator.name, TWO_NODES, {}, arguments_of(operator, case), {}, mode)
         call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=torch.bfloat16)
         call.sizes = dict(case.sizes)
         if case not in operator.cases and callable(operator.result):

@@ -21,6 +21,7 @@ from pkt.model.gpu import H200
 from pkt.model.network import Network, TwoLinks
 from pkt.tune import predict, space
 from pkt.tune.across import Collective, search
+from pkt.tune.command import Layer, search_layer
 from pkt.tune.explanation import explain
 from pkt.tune.prediction import asked, predictable
 
@@ -190,6 +191,21 @@ def test_a_search_tries_every_candidate_and_finds_the_fastest_right_one(name: st
     assert len(set(times.values())) > 2
     assert [c.predicted for c in found.candidates] == sorted(c.predicted for c in found.candidates)
     assert not [c.dropped for c in found.candidates if c.dropped]
+
+
+def test_a_product_is_searched_and_explained_over_nodes() -> None:
+    layer = Layer("matmul_reduce_scatter", 32, 32, 32, node_size=2)
+    found, _ = pkt.launch(search_layer, 4, "cpu", (layer,), node_size=2, sms=4)[0]
+    assert found.key == layer.key(4) == {
+        "M": 32, "N": 32, "K": 8, "dtype": "bf16", "size": 4, "node_size": 2, "network": "400Gb",
+    }  # fmt: skip
+    assert len({c.config["num_comm_sms"] for c in found.candidates}) > 1
+    times = {c.config: c.time for c in found.candidates if c.time}
+    assert times[found.best] == min(times.values())
+    assert not [c.dropped for c in found.candidates if c.dropped]
+    row = explain("gemm_rs", M=8192, N=8192, K=1024, size=16, node_size=8).rows[0]
+    assert row.predicted == predict("matmul_reduce_scatter", (8192, 8192, 1024), 2, 8).parts
+    assert row.predicted.compute > row.predicted.network > 0
 
 
 def test_a_block_that_gives_a_wrong_result_is_dropped(monkeypatch: Any) -> None:

@@ -96,13 +96,16 @@ def draw_if_possible(data: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the style
-def canvas(head: str, records: Sequence[Record], inches: float, foot: str, key: Mapping[str, Series] = {}) -> Any:
-    """A figure with its title, what it was measured on, a key of its series, and a line at its foot."""
+def canvas(
+    head: str, records: Sequence[Record], inches: float, foot: str, key: Mapping[str, Series] = {}, on: str = ""
+) -> Any:
+    """A figure with its title, what it was measured on, a key of its series, and a line at its foot. on: in place of
+    what it was measured on."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(WIDTH, inches), dpi=DPI, facecolor="white")
-    on = "; ".join(dict.fromkeys(f"{title(r)}, commit {r['commit'][:7]}" for r in records))
+    on = on or "; ".join(dict.fromkeys(f"{title(r)}, commit {r['commit'][:7]}" for r in records))
     top = (0.47 + 0.24 * bool(key) + 0.16 * on.count(";")) / inches
     figure.set_layout_engine("constrained", rect=(0, 0.2 / inches, 1, 1 - top - 0.2 / inches), h_pad=0.05, w_pad=0.05)
     figure.text(0.012, 1 - 0.06 / inches, head, va="top", fontsize=HEAD, fontweight="bold", color=INK)
@@ -334,6 +337,39 @@ def link(record: Record) -> Any:
     return figure
 
 
+def scale_out(record: Record) -> Any:
+    """Predicted efficiency by the number of GPUs: a panel for each collective, a line for each size."""
+    look = dict(zip(map(str, record["mib"]), (OTHER, TORCH, PKT)))
+    key = {f"{mib} MiB": series for mib, series in look.items()}
+    sizes = {f"{gpus:,}": gpus for gpus in (8, 64, 512, 4096)}
+    figure = canvas(
+        "Predicted, not measured: efficiency over nodes", [], 4.6,
+        "Efficiency: the bytes alone on the slower kind of link / predicted time. MiB: of x; of all_gather's result.",
+        key, on=f"by pkt's cost model: nodes of 8 {record['gpu']} (8 GPUs: 2 nodes of 4), "
+        f"{record['network'].removesuffix('Gb')} Gb/s a GPU, bf16",
+    )  # fmt: skip
+    grid = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axes, (name, lines) in zip(grid.flat, record["predicted"].items()):
+        plain(axes, name)
+        for mib, series in look.items():
+            xs = [row["gpus"] for row in lines[mib]]
+            ys = [100 * row["efficiency"] for row in lines[mib]]
+            axes.plot(xs, ys, color=series.colour, marker=series.marker, markersize=series.size - 2, linewidth=1.2)
+            axes.annotate(
+                f"{ys[-1]:.0f}%", (xs[-1], ys[-1]), (5, 0), textcoords="offset points", va="center", fontsize=SMALL,
+                color=series.colour, annotation_clip=False,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(sizes.values()), list(sizes))
+        axes.minorticks_off()
+        axes.set_ylim(0, 104)
+        axes.set_yticks(range(0, 101, 25), [f"{at}%" for at in range(0, 101, 25)])
+    for axes in grid[1]:
+        axes.set_xlabel("GPUs", fontsize=SMALL, color=FAINT, labelpad=1)
+    return figure
+
+
 DRAWS: dict[str, Callable[[Record], Any]] = {
     **dict.fromkeys(PRODUCTS, product), "collectives": collectives, "zoo": zoo, "link": link,
+    "scale_out": scale_out,
 }  # fmt: skip

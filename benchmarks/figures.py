@@ -32,6 +32,8 @@ PLACE = re.compile(
 )
 BETWEEN = ("N = 6144", "N = 12288")
 """Cases that a table of several operators leaves out."""
+SHOWN = (8, 16, 64, 256, 1024, 4096)
+"""GPUs that the table of predictions has."""
 BASELINES = {"NCCL + cuBLAS": "NCCL + cuBLAS", "torch symm_mem fused": "torch fused"}
 
 
@@ -41,7 +43,8 @@ def filled(page: str) -> str:
     def table_for(match: re.Match[str]) -> str:
         files = [ROOT / name for name in match[2].split()]
         records = [json.loads(file.read_text()) for file in files if file.exists()]
-        text = "" if not records else table(records[0]) if len(files) == 1 else operators_table(records)
+        one = TABLES.get(records[0]["benchmark"], table) if records else None
+        text = "" if one is None else one(records[0]) if len(files) == 1 else operators_table(records)
         return match[1] + text + match[3]
 
     return PLACE.sub(table_for, page)
@@ -76,6 +79,39 @@ def operators_table(records: list[dict[str, Any]]) -> str:
             cells.append(f"{ours:.3g} ({'; '.join(base)})" if ours and base else "")
         lines.append(f"| {operation(record['benchmark'])} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def predicted_table(record: dict[str, Any]) -> str:
+    """A Markdown table of the predicted milliseconds of the greatest size and, in brackets, the efficiency."""
+    mib = str(max(record["mib"]))
+    lines = [f"| GPUs | nodes | {' | '.join(record['predicted'])} |", "|--:" * (2 + len(record["predicted"])) + "|"]
+    for rows in zip(*(sizes[mib] for sizes in record["predicted"].values())):
+        if rows[0]["gpus"] in SHOWN:
+            cells = [f"{row['ms']:.3g} ({row['efficiency']:.0%})" for row in rows]
+            lines.append(
+                f"| {rows[0]['gpus']:,} | {rows[0]['nodes']} of {rows[0]['node_size']} | {' | '.join(cells)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def published_table(record: dict[str, Any]) -> str:
+    """A Markdown table of published microseconds, the predicted ones and their ratio, and the sources."""
+    whats = list(dict.fromkeys(row["what"] for row in record["compared"]))
+    head = [f"{what}, us: published | predicted | ratio" for what in whats]
+    lines = [f"| source | GPUs | {' | '.join(head)} |", "|---|--:|" + "--:|" * 3 * len(whats)]
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for row in record["compared"]:
+        published, predicted = row["published_us"], row["predicted_us"]
+        text = f"{published:g} | {predicted:.0f} | {published / predicted:.2f}"
+        cells.setdefault((row["source"], row["gpus"]), {})[row["what"]] = text
+    for (source, gpus), found in cells.items():
+        text = " | ".join(found.get(what, " | | ") for what in whats)
+        lines.append(f"| {record['sources'][source]['name']} | {gpus} | {text} |")
+    sources = [f"[{s['name']}]({s['url']}), {s['what']}, on {s['on']}" for s in record["sources"]]
+    return "\n".join([*lines, "", *(f"- {source}" for source in sources)]) + "\n"
+
+
+TABLES = {"scale_out": predicted_table, "scale_out_published": published_table}
 
 
 def number(value: float) -> str:

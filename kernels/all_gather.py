@@ -197,7 +197,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "over the network along its rail, then load from the ranks of the node",
             "(N - 1) |x| over the network, (W - N) |x| in the node", fits=nodes.fits,
-            seconds=nodes_rules.gather_seconds, **BLOCKED,
+            space=nodes_rules.gather_space, seconds=nodes_rules.gather_seconds, **BLOCKED,
         ),
     },
     default=default,

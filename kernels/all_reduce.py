@@ -364,7 +364,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "reduce_scatter over nodes, then all_gather", "2 (N - 1) / W |x| over the network, "
             "2 (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
-            seconds=nodes_rules.reduce_seconds, roundings=lambda size: 2, **BLOCKED,
+            space=nodes_rules.split_space, seconds=nodes_rules.reduce_seconds, roundings=lambda size: 2, **BLOCKED,
         ),
     },
     default=default,

@@ -187,7 +187,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "collect in the node what goes to a rank of another one, and send it together",
             "(W - W / N) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
-            seconds=nodes_rules.exchange_seconds,
+            space=nodes_rules.split_space, seconds=nodes_rules.exchange_seconds,
             **BLOCKED,
         ),
     },

@@ -13,7 +13,7 @@ import torch
 from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
-from pkt.model.network import Network, TwoLinks
+from pkt.model.network import Network
 from pkt.runtime.memory.tensor import described
 from pkt.runtime.world import World
 from pkt.wording import dtype_text
@@ -162,31 +162,25 @@ class Choosing(Declared):
 
     def over_nodes(
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
-    ) -> tuple[str, TwoLinks]:
-        """The form that the operator, a collective, takes over several nodes, and the parts of its predicted time, for
-        an x of a shape where the caller leaves all else out. Of an operator that multiplies, the shape is M, N and K of
-        the product that each rank computes. network, gpu: of every rank. Raises ShapeError."""
-        mode, form = next(iter(self.across.items()))
-        assert form.seconds is not None
+    ) -> tuple[str, dict[str, Any]]:
+        """The form that the operator, a collective or a product, takes over several nodes where the caller leaves all
+        else out, and the case as that form's `space` and `seconds` take it. shape: of x; of a product M, N and K that
+        each rank computes. network, gpu: of every rank. Raises ShapeError."""
+        mode, size = next(iter(self.across)), nodes * node_size
         links = {"nodes": nodes, "node_size": node_size, "network": network}
         if self.tuning is not None:
-            size, wanted = nodes * node_size, "(M, N, K) of the product that each rank computes"
+            wanted = "(M, N, K) of the product that each rank computes"
             if len(shape) != 3:
                 raise ShapeError.argument(self.name, "shape", shape, wanted)
             if "m" in self.tuning.shared and shape[0] % size:
                 raise ShapeError.argument(self.name, "shape", shape, f"{wanted}, M divisible by {size} ranks")
-            case = {**dict(zip("MNK", shape)), "dtype": dtype, "size": size}
-            found = form.seconds({}, {**case, **links}, gpu)
-            assert isinstance(found, TwoLinks)
-            return mode, found
-        call = Call(self.name, Described(nodes * node_size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+            return mode, {**dict(zip("MNK", shape)), "dtype": dtype_text(dtype), "size": size, **links}
+        call = Call(self.name, Described(size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
         self._bind_result(call)
-        found = form.seconds({}, {"nbytes": x.nbytes, **links}, gpu)
-        assert isinstance(found, TwoLinks)
-        return mode, found
+        return mode, {"nbytes": x.nbytes, "itemsize": x.itemsize, **links}
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""

@@ -263,7 +263,7 @@ OPERATOR = Operator(
         "nodes": Form(
             _over_nodes, "reduce in the node what goes over the network, then add what comes, in a fixed order",
             "(N - 1) / W |x| over the network, (W - N) / W |x| in the node", symmetric=("x",), fits=nodes.fits,
-            seconds=nodes_rules.scatter_seconds,
+            space=nodes_rules.split_space, seconds=nodes_rules.scatter_seconds,
             roundings=lambda size: 2, **BLOCKED,
         ),
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Annotated, Any
 
@@ -12,9 +11,10 @@ from rich.console import Console
 import pkt
 from pkt.bench import main as benchmark
 from pkt.doctor import examine, measure, show
-from pkt.errors import PktError, ShapeError
+from pkt.errors import PktError
 from pkt.simulate.command import main as simulate
 from pkt.tune.command import main as tune
+from pkt.tune.command import shape_of
 from pkt.tune.explanation import explain as explained
 
 
@@ -87,6 +87,7 @@ app.command(
     epilog=_examples(
         "pkt tune ag_gemm --ranks 4 --m 8192 --n 8192 --k 8192",
         "pkt tune gemm_ar --ranks 2 --device cpu --m 64 --n 64 --k 64",
+        "pkt tune all_reduce --shape 4096 --ranks 8 --node-size 4 --device cpu",
         "pkt tune --all",
     ),
 )(tune)
@@ -98,6 +99,7 @@ app.command(
         "pkt explain ag_gemm --m 8192 --n 2048 --k 8192",
         "pkt explain gemm_rs --m 512 --n 8192 --k 7168 --ranks 2",
         "pkt explain all_reduce --shape 4096x8192",
+        "pkt explain all_reduce --shape 4096x8192 --ranks 64 --node-size 8",
     ),
 )
 def explain(
@@ -108,18 +110,15 @@ def explain(
     shape: Annotated[str | None, typer.Option(help="of a collective's x, in place of m, n and k: 4096x8192")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 4,
+    node_size: Annotated[int | None, typer.Option(min=1, help="ranks of a node; all where left out")] = None,
+    network: Annotated[str, typer.Option(help="between nodes: what a GPU's link carries in a second")] = "400Gb",
     gpu: Annotated[str, typer.Option(help="as torch names it")] = "NVIDIA H200",
 ) -> None:
     """Show which settings an operator takes where none are given, why, and the predicted and measured times."""
-    explained(operator, M=m, N=n, K=k, shape=_lengths(shape), dtype=dtype, size=ranks, gpu=gpu)
-
-
-def _lengths(shape: str | None) -> list[int] | None:
-    if shape is None:
-        return None
-    if not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise ShapeError.argument("pkt explain", "--shape", repr(shape), "lengths, as in 4096x8192")
-    return [int(length) for length in shape.split("x")]
+    lengths, size = shape_of("pkt explain", shape), node_size or ranks
+    explained(
+        operator, M=m, N=n, K=k, shape=lengths, dtype=dtype, size=ranks, node_size=size, network=network, gpu=gpu
+    )  # fmt: skip
 
 
 _ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -1,5 +1,8 @@
 """What this host has for a network between nodes, for `pkt doctor`, read from /sys, /proc and /dev.
 
+A rail joins the ranks with one local rank, one from each host (docs/scale-out.md). So each rank wants a card of its
+own, in one order on every host.
+
 pkt uses none of it yet: worlds of several nodes run in the simulator only (docs/scale-out.md). What NVSHMEM needs is
 from NVIDIA's NVSHMEM Installation Guide, "Software Requirements". Tested with made-up trees, on no host with a network.
 """
@@ -57,8 +60,11 @@ def examine(root: Path = Path("/")) -> Fabric:
         lacks.append("GDRCopy: install it, and load its driver gdrdrv; NVSHMEM's atomics over a network need it")
     ports = [f"{nic.name}: {nic.gigabits:g} Gb/s {nic.layer}{'' if nic.up else ', down'}" for nic in nics.values()]
     rows.append(("network cards", "\n".join(ports) or "none in /sys/class/infiniband"))
-    mapped, wrong = _rails(gpus, {place: nic for place, nic in nics.items() if nic.up})
-    rows += [("nearest to each GPU", "\n".join(mapped))] if mapped else []
+    mapped, rails, wrong = _rails(gpus, {place: nic for place, nic in nics.items() if nic.up})
+    if rails:
+        rows.append(("nearest to each GPU", "\n".join(mapped)))
+        cards = ", ".join(f"{local} {nic.name}" for local, nic in enumerate(rails))
+        rows.append(("rails: local rank and card", f"{cards}\nwanted: the same on every host"))
     lacks += wrong
     bare = not (nics or gdrcopy or peer_memory or any(found.values()) or not remedy)
     return Fabric(tuple(rows), tuple(lacks), bare)
@@ -118,19 +124,21 @@ def _near(gpu: Path, card: Path) -> tuple[int, str]:
     return len(shared), BRIDGE if any(part.startswith("pci") for part in shared) else HOST
 
 
-def _rails(gpus: Sequence[Path], nics: dict[Path, Nic]) -> tuple[list[str], list[str]]:
-    """(each GPU's nearest card in words, what is wrong). Cards that are as near go to the GPUs in turn."""
+def _rails(gpus: Sequence[Path], nics: dict[Path, Nic]) -> tuple[list[str], list[Nic], list[str]]:
+    """(each GPU's nearest card in words, the card of each local rank, what is wrong). Cards that are as near go to the
+    GPUs in turn. Local ranks are taken to have the GPUs in the order of their PCI addresses."""
     if not gpus:
-        return [], []
+        return [], [], []
     if not nics:
-        return [], [f"network cards: {len(gpus)} GPUs have none that is up"]
+        return [], [], [f"network cards: {len(gpus)} GPUs have none that is up"]
     lines, used = [], dict.fromkeys(nics, 0)
-    far = []
+    far, rails = [], []
     for number, gpu in enumerate(gpus):
         card = min(nics, key=lambda place: (-_near(gpu, place)[0], used[place], place))
         used[card] += 1
         words = _near(gpu, card)[1]
         lines.append(f"{gpu.name}: {nics[card].name}, {words}")
+        rails.append(nics[card])
         far += [number] if words == HOST else []
     wrong = []
     if shared := [f"{nics[place].name} has {count}" for place, count in used.items() if count > 1]:
@@ -138,4 +146,6 @@ def _rails(gpus: Sequence[Path], nics: dict[Path, Nic]) -> tuple[list[str], list
         wrong.append(f"a card for each GPU: {found} GPUs, which share its link")
     if far and not shared:
         wrong.append(f"near cards: {len(far)} of {len(gpus)} GPUs reach theirs only through the host's processors")
-    return lines, wrong
+    if len(kinds := dict.fromkeys(f"{nic.gigabits:g} Gb/s {nic.layer}" for nic in rails)) > 1:
+        wrong.append(f"rails alike: found cards of {' and '.join(kinds)}; collectives are as fast as the slowest rail")
+    return lines, rails, wrong

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,6 +214,37 @@ def test_named_functions_exist(page):
                 break  # an attribute of a class, or of what a call returns
             value = getattr(value, name, None) or importlib.util.find_spec(f"{value.__name__}.{name}")
             assert value is not None, f"{page.name} names {prefix}.{names}"
+
+
+SHELL = re.compile(r"^```(?:bash|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def refused(text: str) -> str:
+    """What bash finds wrong with a shell text, and with the programs of its `bash -c '...'`, without running them."""
+    found = ""
+    for part in (text, *re.findall(r"bash -c '([^']*)'", text)):
+        done = subprocess.run(["bash", "-n"], input=part, capture_output=True, text=True, timeout=60)
+        found += done.stderr or "it ended with an error" * done.returncode
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if SHELL.search(p.read_text())], ids=lambda page: page.name)
+def test_shell_texts_have_no_error_of_syntax(page: Path) -> None:
+    for text in SHELL.findall(page.read_text()):
+        assert not refused(text), f"{page.name}:\n{text}"
+
+
+def test_refused_finds_an_open_quote_and_an_open_loop() -> None:
+    assert refused("for rank in 0 1; do\n")
+    assert refused("srun bash -c 'if true; then\n'")
+    assert not refused("srun bash -c 'true'\n")
+
+
+def test_the_variables_of_the_launching_page_are_read() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "pkt").rglob("*.py"))
+    named = set(re.findall(r"`(PKT_\w+)`", (ROOT / "docs/launching.md").read_text()))
+    assert len(named) >= 4
+    assert not [name for name in named if f'"{name}"' not in code]
 
 
 COMMAND = re.compile(r"^(?:python -m pkt\.|pkt )(doctor|simulate|tune|explain|bench|demo)\b *([^#\n]*)", re.MULTILINE)

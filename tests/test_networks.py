@@ -96,6 +96,10 @@ def test_a_host_that_lacks_nothing(tmp_path: Path, packages: dict[str, str]) -> 
     assert rows["nearest to each GPU"].splitlines() == [
         f"{slot[-1]}: mlx5_{3 - at}, behind one PCI switch" for at, slot in enumerate(slots)
     ]
+    assert rows["rails: local rank and card"].splitlines() == [
+        "0 mlx5_3, 1 mlx5_2, 2 mlx5_1, 3 mlx5_0",
+        "wanted: the same on every host",
+    ]
     assert "run in the simulator only" in page(found)
 
 
@@ -113,6 +117,7 @@ def test_what_is_missing_is_named(tmp_path: Path, packages: dict[str, str]) -> N
         "a card for each GPU: 2 GPUs, and cards that are up: 1; mlx5_0 has 2 GPUs, which share its link",
         "mlx5_1: 400 Gb/s InfiniBand, down",
         "0000:21:00.0: mlx5_0, on the same host",
+        "0 mlx5_0, 1 mlx5_0",
     ):
         assert wanted in text, (wanted, text)
 
@@ -130,3 +135,17 @@ def test_cards_that_are_as_near_are_shared_evenly(tmp_path: Path, packages: dict
     found = networks.examine(tree(tmp_path, GOOD, cards))
     names = [line.split(": ")[1].split(",")[0] for line in dict(found.rows)["nearest to each GPU"].splitlines()]
     assert sorted(names) == [f"mlx5_{at}" for at in range(4)]
+
+
+def test_rails_that_differ_are_named(tmp_path: Path, packages: dict[str, str]) -> None:
+    root = tree(tmp_path, GOOD, [(place, "4: ACTIVE") for place in beside(GOOD)])
+    assert not [lack for lack in networks.examine(root).lacks if "rails" in lack]
+    (root / "sys/class/infiniband/mlx5_2/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
+    (root / "sys/class/infiniband/mlx5_3/ports/1/link_layer").write_text("Ethernet\n")
+    (lack,) = [lack for lack in networks.examine(root).lacks if "rails" in lack]
+    assert "found cards of 400 Gb/s InfiniBand and 200 Gb/s InfiniBand and 400 Gb/s Ethernet; collectives" in lack
+
+
+def test_a_host_without_a_card_that_is_up_has_no_rails(tmp_path: Path, packages: dict[str, str]) -> None:
+    found = networks.examine(tree(tmp_path, GOOD, [(place, "1: DOWN") for place in beside(GOOD)]))
+    assert not [what for what, _ in found.rows if "rails" in what or "nearest" in what]

@@ -196,7 +196,7 @@ COMMANDS = {  # what is wrong -> a word of what is said; each ends with status 2
     "explain ag_gemm --m 7 --n 4 --k 4": "M: found 7",
     "explain ag_gemm --m 4 --n 4 --k 4 --dtype int8": "dtype: found int8",
     "explain ag_gemm --m 4 --n 4 --k 4 --ranks 0": "--ranks",
-    "explain ag_gemm --m 4 --n 4 --k 4 --shape 4": "shape: found [4]",
+    "explain ag_gemm --m 4 --n 4 --k 4 --shape 4": "shape: found (4,)",
     "explain all_reduce": "shape: found None",
     "explain all_reduce --shape 4x": "--shape: found '4x'",
     "explain all_reduce --m 4 --n 4 --k 4": "M, N, K",

@@ -41,12 +41,13 @@ class Network:
 
 @dataclass(frozen=True)
 class TwoLinks(Estimate):
-    """An estimate whose communication is the slower of two kinds of links. network, node: seconds of each. limit:
-    seconds that the bytes of the slower kind take at its full rate, or a product in the tensor cores at theirs, if that
-    is longer."""
+    """An estimate whose communication is the longest of three. network, node: seconds of the two kinds of links. waits:
+    seconds of what one program does in turn, see kernels/shared/nodes_rules.py. limit: seconds that the bytes of the
+    slower kind of link take at its full rate, or a product in the tensor cores at theirs, if that is longer."""
 
     network: float = 0.0
     node: float = 0.0
+    waits: float = 0.0
     limit: float = 0.0
 
     def then(self, other: TwoLinks) -> TwoLinks:

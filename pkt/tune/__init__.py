@@ -7,7 +7,8 @@ of earlier runs), `tuner` (tune and choice), `autotune` (the decorator), `bench`
 
 Of pkt's operators, which it finds in their registry: `candidates` (spaces and predicted times), `tables` (measurements
 that ship), `command` (`pkt tune`). For people: `report` (a search as a table), `explanation` (explain: which
-settings an operator takes, and why), `prediction` (predict: seconds over many nodes).
+settings an operator takes, and why), `prediction` (predict: seconds over many nodes), `across` (explain and search over
+nodes).
 """
 
 from pkt.model.config import Config, space

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +18,18 @@ import typer
 from rich.console import Console
 
 from pkt.errors import PktError, ShapeError, Unsupported
-from pkt.kernels.operator import Operator, named
+from pkt.kernels.operator import Operator, named, operators
 from pkt.launcher import launch
 from pkt.model.config import NCCL, UNFUSED, Config
 from pkt.model.cost import DTYPES, modelled
 from pkt.model.gpu import H200, Gpu, gluon_lacks
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
-from pkt.tune import cache, tables
+from pkt.tune import across, cache, tables
+from pkt.tune.across import Collective
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
-from pkt.tune.distance import distance
+from pkt.tune.distance import BOUND, distance
+from pkt.tune.prediction import Asked, predictable
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -37,19 +41,20 @@ SIMULATED_MOST = 256**3
 """Largest m * n * k: a search then takes some seconds."""
 SIMULATED_SMS = 8
 HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
-BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Greatest `distance`. Roundings stay far below it; a tile that is wrong or late is far above."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A product (m, k) @ (k, n) whose operands the ranks share, for the operator named `what`."""
+    """A product (m, k) @ (k, n) whose operands the ranks share, for the operator named `what`. node_size, network: over
+    several nodes; None: over one."""
 
     what: str
     m: int
     n: int
     k: int
     dtype: str = "bf16"
+    node_size: int | None = None
+    network: str = "400Gb"
 
     @property
     def operator(self) -> Operator:
@@ -67,7 +72,14 @@ class Layer:
                 wanted = f"at least 1 and divisible by {step} ranks" if step > 1 else "at least 1"
                 raise ShapeError.argument("pkt tune", name, length, wanted)
         N, K = (length // (ranks if name in tuning.shared else 1) for name, length in (("n", self.n), ("k", self.k)))
-        return {"M": self.m, "N": N, "K": K, "dtype": self.dtype, "size": ranks}
+        key = {"M": self.m, "N": N, "K": K, "dtype": self.dtype, "size": ranks}
+        return key if self.node_size is None else key | {"node_size": self.node_size, "network": self.network}
+
+    def asked(self, ranks: int, gpu: Gpu = H200) -> Asked:
+        """The case over several nodes. Raises ShapeError, and Unsupported where the operator has no form there."""
+        key = self.key(ranks)
+        shape, near = [key[axis] for axis in tables.AXES], self.node_size or ranks
+        return across.asked_of("pkt tune", self.operator, shape, self.dtype, ranks, near, self.network, gpu)
 
 
 # ----------------------------------------------------------------------------------------------------------- on a rank
@@ -75,12 +87,13 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. exhaustive:
     measure the whole space. Collective."""
     operator, key, dtype = layer.operator, layer.key(world.size), DTYPES[layer.dtype]
-    configs, most = operator_space(operator, key, _gpu(world)), MOST
-    cuda = world.torch_device.type == "cuda"
-    model = model_of(operator) if cuda and modelled(key) else None
+    cuda, gpu, most = world.torch_device.type == "cuda", _gpu(world), MOST
+    case = layer.asked(world.size, gpu) if world.nodes > 1 else None
+    configs = operator_space(operator, key, gpu) if case is None else case.space()
+    model = across.model_of(case) if case is not None else model_of(operator) if cuda and modelled(key) else None
     if exhaustive:
         most = 1.0
-    elif model is not None:
+    elif model is not None and cuda:
         configs, most = shortlist(configs, model, key)
     elif not cuda:  # the modelled clock knows nothing of warps and stages, of NCCL and of cuBLAS
         configs = [c for c in configs if c not in (NCCL, UNFUSED) and c.get("tiles", (8, 3))[-2:] == (8, 3)]
@@ -139,6 +152,9 @@ def main(
     m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
     n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
     k: Annotated[int, typer.Option(help="what is summed over, on all ranks", show_default=False)] = 0,
+    shape: Annotated[str | None, typer.Option(help="of a collective's x, over several nodes: 4096 or 64x32")] = None,
+    node_size: Annotated[int | None, typer.Option(min=1, help="ranks of a node; all where left out")] = None,
+    network: Annotated[str, typer.Option(help="between nodes, for the prediction")] = "400Gb",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     every: Annotated[bool, typer.Option("--all", help="every operator, at its benchmark's sizes")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the simulator, small, on a modelled clock")] = "cuda",
@@ -146,10 +162,16 @@ def main(
 ) -> None:
     """Search for the fastest settings of an operator on this machine, and remember them for pkt.tune.choice.
 
-    Without --m, --n and --k all sizes of the operator's benchmark. Exit status 1 if a search could not be made, 130
-    after Ctrl-C, which keeps the best so far.
+    Without --m, --n and --k all sizes of the operator's benchmark. With --node-size a collective over several nodes, in
+    the simulator. Exit status 1 if a search could not be made, 130 after Ctrl-C, which keeps the best so far.
     """
-    layers = _layers(operator, every, m, n, k, dtype, device)
+    layers: Sequence[Layer | Collective]
+    if node_size is None or node_size == ranks:
+        if shape is not None:
+            raise typer.BadParameter("--shape is for a collective over several nodes, with --node-size")
+        layers = _layers(operator, every, m, n, k, dtype, device)
+    else:
+        layers = [_over_nodes(operator, every, (m, n, k), shape, ranks, node_size, network, dtype, device)]
     _check_folder(out)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: dict[str, list[Search]] = {}
@@ -161,6 +183,8 @@ def main(
             search, gpu = _searched(layer, ranks, device)
             found.setdefault(layer.what, []).append(search)
             console.print(report(search))
+            if device == "cpu":
+                console.print("measured: on the simulator's modelled clock")
             if search.interrupted:
                 break
     except PktError as error:
@@ -203,11 +227,7 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
     if m or n or k:
         if every or not (m and n and k):
             raise typer.BadParameter("--m, --n and --k go together, with one operator")
-        if device == "cpu" and m * n * k > SIMULATED_MOST:
-            raise typer.BadParameter(
-                f"found --m {m} --n {n} --k {k}, wanted m * n * k up to {SIMULATED_MOST} with --device cpu: "
-                "the simulator computes every candidate"
-            )
+        _check_simulated((m, n, k), device)
         return [Layer(whats[0], m, n, k, dtype)]
     layers = [Layer(what, N, N, N, dtype) for what in whats for N in sizes(known[what], device)]
     if not layers:
@@ -215,15 +235,75 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
     return layers
 
 
+def _check_simulated(sizes: Sequence[int], device: str) -> None:
+    """Raise typer.BadParameter for a product that takes a simulator too long."""
+    if device == "cpu" and math.prod(sizes) > SIMULATED_MOST:
+        found = " ".join(f"--{name} {length}" for name, length in zip("mnk", sizes))
+        raise typer.BadParameter(
+            f"found {found}, wanted m * n * k up to {SIMULATED_MOST} with --device cpu: "
+            "the simulator computes every candidate"
+        )
+
+
+def _over_nodes(
+    operator: str, every: bool, sizes: Sequence[int], shape: str | None, ranks: int, node_size: int, network: str,
+    dtype: str, device: str,
+) -> Layer | Collective:  # fmt: skip
+    """What to search for over several nodes. Raises typer.BadParameter for a command line that means nothing, and
+    Unsupported for what does not run there."""
+    known = named(operator) if operator else None
+    product = known is not None and known.tuning is not None
+    wrong = every or bool(shape) == product or any(sizes) != product or (product and not all(sizes))
+    if not operator or dtype not in DTYPES or wrong:
+        raise typer.BadParameter(
+            f"wanted with --node-size: a collective and --shape, or a product and --m, --n and --k; --dtype "
+            f"{', '.join(DTYPES)}"
+        )  # fmt: skip
+    if known is None:
+        wanted = ", ".join(name for name, each in operators().items() if predictable(each))
+        raise typer.BadParameter(f"found operator {operator!r}, wanted one with a form over nodes: {wanted}")
+    layer: Layer | Collective
+    if product:
+        m, n, k = sizes
+        layer = Layer(known.name, m, n, k, dtype, node_size, network)
+        _check_simulated(sizes, device)
+    else:
+        layer = Collective(known.name, shape_of("pkt tune", shape), dtype, node_size, network)
+    case = layer.asked(ranks)  # raises for what no machine runs, before what this one lacks
+    if device != "cpu":
+        raise Unsupported.here(
+            f"pkt tune {operator} over nodes", "worlds of several nodes run in the simulator only",
+            "--device cpu searches on its modelled clock, and pkt explain predicts",
+        )  # fmt: skip
+    if not case.space():
+        found = f"found no settings to search in its form {case.mode!r}"
+        raise Unsupported.here(f"pkt tune {operator} over nodes", found, "pkt explain predicts its time")
+    return layer
+
+
+def shape_of(call: str, text: str | None) -> tuple[int, ...] | None:
+    """The lengths of a shape, of "4096x8192". Raises ShapeError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ShapeError.argument(call, "--shape", repr(text), "lengths, as in 4096x8192")
+    return tuple(int(length) for length in text.split("x"))
+
+
 def sizes(operator: Operator, device: str = "cuda") -> Sequence[int]:
     """The sizes of the operator's table, or those that a simulator computes in seconds."""
     return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(operator)})
 
 
-def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
+def _searched(layer: Layer | Collective, ranks: int, device: str) -> tuple[Search, str]:
     """The search for one layer, in a world of its own, whose buffers end with it."""
+    if isinstance(layer, Collective):
+        return launch(
+            across.search, ranks, "cpu", (layer,), node_size=layer.node_size, heap=HEAP["cpu"], sms=SIMULATED_SMS
+        )[0]  # fmt: skip
     if device == "cpu":
-        return launch(search_layer, ranks, "cpu", (layer,), heap=HEAP[device], sms=SIMULATED_SMS)[0]
+        near = layer.node_size
+        return launch(search_layer, ranks, "cpu", (layer,), node_size=near, heap=HEAP[device], sms=SIMULATED_SMS)[0]
     found = torch.cuda.device_count()
     if found < ranks:
         raise Unsupported.here(

@@ -7,6 +7,8 @@ import torch
 TILE = 64
 """Rows and columns of what is compared together, as many as the smallest tile of a large product has. In a norm over
 more, the error of one tile would be hidden by the tiles around it."""
+BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+"""Greatest `distance` of a right result. Roundings stay far below it; a tile that is wrong or late is far above."""
 _AT_ONCE = 1 << 26
 """Elements: an fp32 copy of the whole tensor may not fit into memory."""
 

@@ -17,10 +17,12 @@ from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator, operators
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
-from pkt.model.gpu import H200, Gpu, gluon_lacks
+from pkt.model.gpu import H200, Gpu, gluon_lacks, gpu_named
+from pkt.model.network import Network
 from pkt.model.rates import gpu_here
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
+from pkt.tune.across import Across, asked_of, check_across, check_nodes, explained
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.collectives import Copies, copies
 from pkt.tune.report import milliseconds, text_of
@@ -127,38 +129,51 @@ def explain(
     shape: int | Sequence[int] | None = None,
     dtype: torch.dtype | str = torch.bfloat16,
     size: int | None = None,
+    node_size: int | None = None,
+    network: str | Network = "400Gb",
     gpu: str | None = None,
-) -> Explanation | Copies:
+) -> Explanation | Copies | Across:
     """Print which settings an operator takes where none are given, and why; their predicted and measured times; and for
     comparison pkt's fastest form and NCCL + cuBLAS. Of a collective, print which form it takes, and what symmetric
-    tensors save over plain ones. Needs no GPU and no world; not collective: one rank is enough.
+    tensors save over plain ones; over several nodes its form, and what it should take on memory, links and network.
+    Needs no GPU and no world; not collective: one rank is enough.
 
     op: a fused product or a collective: the function, its name, or its short name, as "ag_gemm".
     M, N, K: of the product (M, K) @ (K, N) that each rank computes; for all_gather_matmul M counts the gathered rows.
     shape: of a collective's x, in place of M, N and K.
     dtype: of the operands, bf16, fp16 or fp32.
     size: the number of ranks; that of the current world, 4 where there is none.
+    node_size: the ranks of a node, a divisor of `size`; those of the current world where it has that size, else all.
+    network: between nodes, as pkt.tune.predict takes it.
     gpu: as torch names it; that of the current world, "NVIDIA H200" where there is none. In the simulator "simulated":
-        there an operator looks nothing up, and nothing is predicted.
+        there an operator looks nothing up, and nothing is predicted but times over nodes, of an H200.
 
-    Returns the explanation. Raises ShapeError, DtypeError.
+    Returns the explanation. Raises ShapeError, DtypeError; Unsupported for an operator without a form over nodes.
     """
     world = _world()
     if size is None:
         size = 4 if world is None else world.size
+    _check_axes(size=size)
+    if node_size is None:
+        node_size = world.node_size if world is not None and world.size == size else size
+    check_nodes(CALL, size, node_size)
     machine = {"gpu": H200.name} if world is None else cache.machine(world)
-    found: Explanation | Copies
+    found: Explanation | Copies | Across
     collective = _collective(op)
-    if collective is not None:
-        _check_axes(size=size)
-        if (M, N, K) != (None, None, None):
-            raise ShapeError.argument(CALL, "M, N, K", (M, N, K), f"none with {collective.name}, but shape=")
+    if collective is not None and (M, N, K) != (None, None, None):
+        raise ShapeError.argument(CALL, "M, N, K", (M, N, K), f"none with {collective.name}, but shape=")
+    if node_size < size:
+        over = H200.name if machine["gpu"] == SIMULATED else machine["gpu"]
+        operator = collective or _product(op)
+        check_across(CALL, operator, size, node_size)
+        if collective is None:
+            shape = [_asked(op, M, N, K, shape, dtype, size)[1][axis] for axis in tables.AXES]
+        found = explained(asked_of(CALL, operator, shape, dtype, size, node_size, network, gpu_named(gpu or over)))
+    elif collective is not None:
         multicast = world is not None and world.multicast
         found = copies(collective, shape, dtype, size, gpu_here(gpu or machine["gpu"]), multicast)
     else:
-        if shape is not None:
-            raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
-        operator, key = _asked(op, M, N, K, dtype, size)
+        operator, key = _asked(op, M, N, K, shape, dtype, size)
         found = _found(operator, key, machine if gpu in (None, machine["gpu"]) else {"gpu": gpu})
     Console(width=None if sys.stdout.isatty() else 120).print(found)
     return found
@@ -177,20 +192,29 @@ def _check_axes(**axes: Any) -> None:
             raise ShapeError.argument(CALL, axis, repr(length), "at least 1")
 
 
-def _asked(op: Any, M: Any, N: Any, K: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:
+def _asked(op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:
     """The operator, and the case as tables and models have it."""
-    name, known = op if isinstance(op, str) else getattr(op, "__name__", repr(op)), tuned_operators().values()
-    operator = next((o for o in known if o.tuning and name in (o.name, o.tuning.short)), None)
-    if operator is None or operator.tuning is None:
-        wanted = ", ".join(f"{o.name} ({o.tuning.short})" for o in known if o.tuning)
-        collectives = ", ".join(name for name in operators() if _collective(name) is not None)
-        raise ShapeError.argument(CALL, "op", repr(name), f"{wanted}, {collectives}")
-    _check_axes(M=M, N=N, K=K, size=size)
+    if shape is not None:
+        raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
+    operator = _product(op)
+    assert operator.tuning is not None
+    _check_axes(M=M, N=N, K=K)
     if dtype_text(dtype) not in DTYPES:
         raise DtypeError.argument(CALL, "dtype", dtype, ", ".join(DTYPES))
     if "m" in operator.tuning.shared and M % size:
         raise ShapeError.argument(CALL, "M", M, f"rows that {size} ranks can share")
     return operator, {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype), "size": size}
+
+
+def _product(op: Any) -> Operator:
+    """The tuned operator of that name, short name or function. Raises ShapeError."""
+    name, known = op if isinstance(op, str) else getattr(op, "__name__", repr(op)), tuned_operators().values()
+    operator = next((o for o in known if o.tuning and name in (o.name, o.tuning.short)), None)
+    if operator is None:
+        wanted = ", ".join(f"{o.name} ({o.tuning.short})" for o in known if o.tuning)
+        collectives = ", ".join(name for name in operators() if _collective(name) is not None)
+        raise ShapeError.argument(CALL, "op", repr(name), f"{wanted}, {collectives}")
+    return operator
 
 
 def _world() -> World | None:

@@ -292,6 +292,10 @@ def test_what_a_symmetric_tensor_saves():
 
 def test_on_the_command_line():
     run = CliRunner().invoke
+    assert (
+        "the form for 2 nodes of 2" in run(app, ["explain", "all_reduce", "--shape", "64", "--node-size", "2"]).output
+    )
+    assert "symmetric tensors save" in run(app, ["explain", "all_reduce", "--shape", "64", "--node-size", "4"]).output
     assert "save copies of 32 MiB" in run(app, ["explain", "all_reduce", "--shape", "4096x4096"]).output
     for line in (["--shape", "4x"], ["--m", "4", "--n", "4", "--k", "4"], []):
         assert run(app, ["explain", "all_reduce", *line]).exit_code == 2

@@ -15,7 +15,7 @@ T, H, K, OWN = (4, 3), 8, 2, 2
 
 
 def operands(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, topk_idx, topk_weights) of a rank: other numbers of tokens, and tokens without an expert."""
+    """(x, topk_idx, topk_weights) of a rank, on the CPU: other numbers of tokens, and tokens without an expert."""
     generator = torch.Generator().manual_seed(rank)
     scores = torch.rand(T[rank], 2 * OWN, generator=generator)
     weights, idx = scores.topk(K)
@@ -31,8 +31,19 @@ def layer(rank: int, weighted: bool = True) -> torch.Tensor:
     return x.double() * factors[:, None]
 
 
-def normal(world: Any, worst: int, again: bool = False) -> None:
-    buffer, (x, idx, weights) = Buffer(), operands(world.rank)
+def mine(world: Any) -> list[torch.Tensor]:
+    """The operands of this rank, on its device."""
+    return [x.to(world.torch_device) for x in operands(world.rank)]
+
+
+def close(found: torch.Tensor, rank: int) -> bool:
+    """Whether `found` is the layer's result within some roundings in fp32."""
+    wanted = layer(rank)
+    return bool(((found.cpu().double() - wanted).abs() <= 2.0**-20 * (1 + wanted.abs())).all())
+
+
+def normal(world: Any, worst: int) -> None:
+    buffer, (x, idx, weights) = Buffer(), mine(world)
     per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, 2 * OWN)
     assert per_rank.tolist() == [int(((idx >= 0) & (idx // OWN == r)).any(1).sum()) for r in range(2)]
     assert per_expert.tolist() == [int((idx == e).any(1).sum()) for e in range(2 * OWN)]
@@ -45,14 +56,14 @@ def normal(world: Any, worst: int, again: bool = False) -> None:
     assert got_weights is not None
     assert handle is not None
     sent = [(r, t) for r in range(2) for t in range(T[r]) if (operands(r)[1][t] // OWN == world.rank).any()]
-    assert torch.equal(got[: len(sent)], torch.stack([operands(r)[0][t] for r, t in sent]))
+    assert torch.equal(got[: len(sent)].cpu(), torch.stack([operands(r)[0][t] for r, t in sent]))
     assert got.shape[0] == (worst or len(sent))
     assert (got_idx[len(sent) :] == -1).all()
     assert (got_weights[got_idx < 0] == 0).all()
     assert counts == [-(-int((got_idx == e).sum()) // 4) * 4 for e in range(OWN)]
     factors = torch.where(got_idx >= 0, (got_idx + 1 + world.rank * OWN) * got_weights, 0).sum(1)
     y, home, _ = buffer.combine(got * factors[:, None], handle, topk_weights=got_weights)
-    assert ((y.double() - layer(world.rank)).abs() <= 2.0**-20 * (1 + layer(world.rank).abs())).all()
+    assert close(y, world.rank)
     assert home is not None
     assert torch.equal(home, torch.where(idx >= 0, weights, 0))
     once_more, *nothing, _ = buffer.dispatch(2 * x, handle=handle)
@@ -65,56 +76,56 @@ def test_a_layer(worst: int) -> None:
     on_ranks(2, lambda world: normal(world, worst), sms=2)
 
 
+def low_latency(world: Any) -> None:
+    buffer, (x, idx, weights), device = Buffer(low_latency_mode=True), mine(world), world.torch_device
+    stats = torch.ones(OWN, dtype=torch.int32, device=device)
+    got, counts, handle, event, hook = buffer.low_latency_dispatch(
+        x, idx, 4, 2 * OWN, cumulative_local_expert_recv_stats=stats, use_fp8=False, return_recv_hook=True
+    )
+    hook()
+    event.current_stream_wait()
+    assert tuple(got.shape) == (OWN, 8, H)
+    assert counts.tolist() == [
+        sum(int((operands(r)[1] == world.rank * OWN + e).sum()) for r in range(2)) for e in range(OWN)
+    ]
+    assert torch.equal(stats, counts + 1)
+    y = got * (torch.arange(OWN, device=device) + 1 + world.rank * OWN)[:, None, None]
+    out = torch.empty(T[world.rank], H, device=device)
+    combined, _, hook = buffer.low_latency_combine(y, idx, weights, handle, out=out)
+    assert combined is out
+    assert close(combined, world.rank)
+
+
 def test_a_low_latency_layer() -> None:
-    def run(world: Any) -> None:
-        buffer, (x, idx, weights) = Buffer(low_latency_mode=True), operands(world.rank)
-        stats = torch.ones(OWN, dtype=torch.int32)
-        got, counts, handle, event, hook = buffer.low_latency_dispatch(
-            x, idx, 4, 2 * OWN, cumulative_local_expert_recv_stats=stats, use_fp8=False, return_recv_hook=True
-        )
-        hook()
-        event.current_stream_wait()
-        assert tuple(got.shape) == (OWN, 8, H)
-        assert counts.tolist() == [
-            sum(int((operands(r)[1] == world.rank * OWN + e).sum()) for r in range(2)) for e in range(OWN)
-        ]
-        assert torch.equal(stats, counts + 1)
-        y = got * (torch.arange(OWN) + 1 + world.rank * OWN)[:, None, None]
-        out = torch.empty(T[world.rank], H)
-        combined, _, hook = buffer.low_latency_combine(y, idx, weights, handle, out=out)
-        assert combined is out
-        wanted = layer(world.rank)
-        assert ((combined.double() - wanted).abs() <= 2.0**-20 * (1 + wanted.abs())).all()
-
-    on_ranks(2, run, sms=2)
+    on_ranks(2, low_latency, sms=2)
 
 
-@pytest.mark.parametrize(("hidden", "groups"), [(8, 1), (256, 2)])
-def test_fp8_travels_with_its_scales(hidden: int, groups: int) -> None:
+def scaled(world: Any, hidden: int, groups: int) -> None:
     def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = random((T[rank], hidden), torch.float32, rank, 2).to(torch.float8_e4m3fn)
         return x, random((T[rank], groups), torch.float32, rank, 3)
 
-    def run(world: Any) -> None:
-        buffer, (_, idx, weights) = Buffer(), operands(world.rank)
-        x, scales = tokens(world.rank)
-        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * OWN)
-        found = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-        got, got_idx, _, _, handle, _ = buffer.dispatch((x, scales), **found, topk_idx=idx, topk_weights=weights)
-        sent = [(r, t) for r in range(2) for t in range(T[r]) if (operands(r)[1][t] // OWN == world.rank).any()]
-        assert got_idx is not None
-        assert len(got_idx) == len(sent)
-        again = buffer.dispatch((x, 2 * scales), handle=handle)[0]
-        for (rows, of_rows), times in ((got, 1), (again, 2)):
-            assert rows.dtype == torch.float8_e4m3fn
-            assert torch.equal(rows.float(), torch.stack([tokens(r)[0][t].float() for r, t in sent]))
-            assert torch.equal(of_rows, torch.stack([times * tokens(r)[1][t] for r, t in sent]))
-
-    on_ranks(2, run, sms=2)
+    buffer, (_, idx, weights) = Buffer(), mine(world)
+    x, scales = (part.to(world.torch_device) for part in tokens(world.rank))
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * OWN)
+    found = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    got, got_idx, _, _, handle, _ = buffer.dispatch((x, scales), **found, topk_idx=idx, topk_weights=weights)
+    sent = [(r, t) for r in range(2) for t in range(T[r]) if (operands(r)[1][t] // OWN == world.rank).any()]
+    assert got_idx is not None
+    assert len(got_idx) == len(sent)
+    again = buffer.dispatch((x, 2 * scales), handle=handle)[0]
+    for (rows, of_rows), times in ((got, 1), (again, 2)):
+        assert rows.dtype == torch.float8_e4m3fn
+        assert torch.equal(rows.cpu().float(), torch.stack([tokens(r)[0][t].float() for r, t in sent]))
+        assert torch.equal(of_rows.cpu(), torch.stack([times * tokens(r)[1][t] for r, t in sent]))
 
 
-def test_low_latency_fp8_is_quantised_by_128_elements() -> None:
-    """A group of zeros, and one whose least element is far below its greatest, too."""
+@pytest.mark.parametrize(("hidden", "groups"), [(8, 1), (256, 2)])
+def test_fp8_travels_with_its_scales(hidden: int, groups: int) -> None:
+    on_ranks(2, scaled, hidden, groups, sms=2)
+
+
+def quantised(world: Any) -> None:
     hidden, most = 256, 4
 
     def tokens(rank: int) -> torch.Tensor:
@@ -122,29 +133,44 @@ def test_low_latency_fp8_is_quantised_by_128_elements() -> None:
         x[0, :128], x[1, 128] = 0, 2**20
         return x
 
-    def run(world: Any) -> None:
-        buffer, (_, idx, weights) = Buffer(), operands(world.rank)
-        (got, scales), counts, handle, _, _ = buffer.low_latency_dispatch(tokens(world.rank), idx, most, 2 * OWN)
-        assert got.dtype == torch.float8_e4m3fn
-        assert tuple(scales.shape) == (OWN, 2 * most, 2)
-        assert scales.stride()[1:] == (1, 2 * most)
-        for e in range(OWN):
-            own = world.rank * OWN + e
-            sent = [tokens(r)[t] for r in range(2) for t, row in enumerate(operands(r)[1]) for k in row if k == own]
-            assert counts[e] == len(sent)
-            if sent:
-                exact = torch.stack(sent).double().view(-1, 2, 128)
-                scale = exact.abs().amax(2).clamp(min=1e-4) / 448
-                assert ((scales[e, : len(sent)].double() - scale).abs() <= 2.0**-23 * scale).all()
-                values = got[e, : len(sent)].double().view(-1, 2, 128) * scales[e, : len(sent), :, None].double()
-                # e4m3 has 3 bits behind the point, and its least number is 2^-9.
-                limit = (2.0**-4 + 2.0**-21) * exact.abs() + 2.0**-10 * scale[:, :, None]
-                assert ((values - exact).abs() <= limit).all()
-        y = torch.zeros(OWN, 2 * most, hidden, dtype=torch.bfloat16)
-        combined = buffer.low_latency_combine(y, idx, weights, handle)[0]
-        assert torch.equal(combined, torch.zeros(T[world.rank], hidden, dtype=torch.bfloat16))
+    buffer, (_, idx, weights), device = Buffer(), mine(world), world.torch_device
+    x = tokens(world.rank).to(device)
+    (got, scales), counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, most, 2 * OWN)
+    assert got.dtype == torch.float8_e4m3fn
+    assert tuple(scales.shape) == (OWN, 2 * most, 2)
+    assert scales.stride()[1:] == (1, 2 * most)
+    for e in range(OWN):
+        own = world.rank * OWN + e
+        sent = [tokens(r)[t] for r in range(2) for t, row in enumerate(operands(r)[1]) for k in row if k == own]
+        assert counts[e] == len(sent)
+        if sent:
+            exact = torch.stack(sent).double().view(-1, 2, 128)
+            scale = exact.abs().amax(2).clamp(min=1e-4) / 448
+            found = scales[e, : len(sent)].cpu().double()
+            assert ((found - scale).abs() <= 2.0**-23 * scale).all()
+            values = got[e, : len(sent)].cpu().double().view(-1, 2, 128) * found[:, :, None]
+            # e4m3 has 3 bits behind the point, and its least number is 2^-9.
+            limit = (2.0**-4 + 2.0**-21) * exact.abs() + 2.0**-10 * scale[:, :, None]
+            assert ((values - exact).abs() <= limit).all()
+    y = torch.zeros(OWN, 2 * most, hidden, dtype=torch.bfloat16, device=device)
+    combined = buffer.low_latency_combine(y, idx, weights, handle)[0]
+    assert tuple(combined.shape) == (T[world.rank], hidden)
+    assert not combined.any()
 
-    on_ranks(2, run, sms=2)
+
+def test_low_latency_fp8_is_quantised_by_128_elements() -> None:
+    """A group of zeros, and one whose least element is far below its greatest, too."""
+    on_ranks(2, quantised, sms=2)
+
+
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "a layer": (normal, 0),
+    "a layer with room": (normal, 9),
+    "low latency": (low_latency,),
+    "scales": (scaled, 256, 2),
+    "quantised": (quantised,),
+}
+"""What the GPU tests run, too: functions and their arguments."""
 
 
 def test_refuses() -> None:

@@ -44,7 +44,7 @@ def turn(world: Any, team: Any, how: str = "", launches: int = 2) -> None:
     if team is None:
         return
     inbox, flags, bar = pkt.empty(1, world=team), pkt.signals(1, world=team), pkt.signals(1, world=team)
-    got = torch.zeros(2)
+    got = torch.zeros(2, device=world.torch_device)
     for step in range(launches):
         x.fill_(10 * step + world.rank)
         turn_kernel[(1,)](x, y, got, inbox, flags, bar, team.device, how)
@@ -68,31 +68,34 @@ def own(world: Any, teams: list[list[int]]) -> Any:
     return world.team(next((ranks for ranks in teams if world.rank in ranks), teams[0]))
 
 
+def reach(world: Any, teams: list[list[int]]) -> None:
+    """Kernels and collectives reach the members of this rank's team."""
+    team = own(world, teams)
+    turn(world, team)
+    if team is None:
+        assert all(world.rank not in members for members in teams)
+        return
+    members = list(team.ranks)
+    assert members in teams
+    assert (team.rank, team.size, team.parent) == (members.index(world.rank), len(members), world)
+    assert team.all_gather_object(world.rank) == members
+    assert team.broadcast(world.rank, root=team.size - 1) == members[-1]
+    x = torch.full((300,), float(world.rank), device=world.torch_device)
+    assert pkt.all_gather(x[:1], world=team).tolist() == members
+    total = pkt.all_reduce(x, world=team)
+    assert total.unique().tolist() == [sum(members)]
+    y = pkt.full(1, float(team.rank), world=team)
+    team.barrier()
+    assert [y.peer(r).item() for r in range(team.size)] == list(range(team.size))
+    team.barrier()
+    team.check()
+
+
 @pytest.mark.parametrize("name", TEAMS)
 def test_kernels_and_collectives_reach_the_members(name: str) -> None:
     ranks, teams = TEAMS[name]
-
-    def main(world: Any) -> None:
-        team = own(world, teams)
-        turn(world, team)
-        if team is None:
-            assert all(world.rank not in members for members in teams)
-            return
-        members = list(team.ranks)
-        assert members in teams
-        assert (team.rank, team.size, team.parent) == (members.index(world.rank), len(members), world)
-        assert team.all_gather_object(world.rank) == members
-        assert team.broadcast(world.rank, root=team.size - 1) == members[-1]
-        assert pkt.all_gather(torch.tensor([float(world.rank)]), world=team).tolist() == members
-        total = pkt.all_reduce(torch.full((300,), float(world.rank)), world=team)
-        assert total.unique().tolist() == [sum(members)]
-        x = pkt.full(1, float(team.rank), world=team)
-        assert [x.peer(r).item() for r in range(team.size)] == list(range(team.size))
-        team.barrier()
-        team.check()
-
     for seed in (0, 1):
-        launch(main, ranks, seed=seed)
+        launch(reach, ranks, teams, seed=seed)
 
 
 @pytest.mark.parametrize("teams", [[[0, 2], [1, 3]], [[3, 0, 1]]])

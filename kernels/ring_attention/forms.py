@@ -8,6 +8,8 @@ fused: programs 0 .. num_comm_sms - 1 store this rank's keys and values, chunk b
     program that has pushed its share computes, too. Chunks that a mask or a window hides from a peer are not sent.
 copy: the same, but the copy engines push, on a stream of their own.
 unfused: pkt's all-gather of keys and values, then the same kernel without waits.
+parts: the copy engines push, whole ranks at a time, and torch attends to own keys, then to each rank's as they arrive.
+    A kernel merges the results. See `parts`.
 
 H heads of queries share KV heads of keys and values, which alone travel: 2 * (size - 1) * B * S * KV * D * itemsize
 bytes leave each rank, less what nobody sees. The inboxes hold as much; in unfused those of this rank, too.
@@ -40,6 +42,8 @@ from ..shared.grid import barrier_counters, num_programs
 from . import sequence
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
+from .parts import fits as fits_parts
+from .parts import planned_parts
 from .planning import (
     ARGUMENTS,
     CALL,
@@ -69,7 +73,7 @@ def ring_attention(
     window: tuple[int, int] | None = None,
     length: int | None = None,
     return_lse: bool = False,
-    mode: Literal["fused", "copy", "unfused"] | None = None,
+    mode: Literal["fused", "copy", "unfused", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -286,6 +290,10 @@ OPERATOR = Operator(
             _unfused, "`pkt.all_gather` of keys and values, then the kernel without waits", "2 (W - 1) |k|",
             settings=TILES, small=SMALL,
         ),
+        "parts": Form(
+            planned_parts, "push by the copy engines; torch's attention to each rank's keys, then a merge",
+            "2 (W - 1) |k|", fits=fits_parts, roundings=lambda size: 2,
+        ),
     },
     reference=reference,
     bound=bound,
@@ -297,5 +305,6 @@ OPERATOR = Operator(
         Case(shapes=SHAPES, arguments={"mode": "fused", **CAUSAL}, out="new"),  # rank 0 waits for nobody
         Case(shapes=SHAPES, arguments={"mode": "copy", **CAUSAL}, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1), "return_lse": True}, explore=False),
+        Case(shapes=SHAPES, arguments={"mode": "parts", "layout": "zigzag", **CAUSAL}, out="new"),
     ),
 )  # fmt: skip

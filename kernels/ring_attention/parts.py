@@ -77,7 +77,9 @@ def fits(call: Call) -> str:
     if view.left < total - 1 or 0 < view.right < total - 1:
         return f"window {call['window']}, which torch's kernel does not take"
     if call["q"].numel() and _by(call) is None:
-        return f"{call.dtype} with D {call['d']} and {call['s']} rows, which torch's cuDNN and flash kernels do not take"
+        return (
+            f"{call.dtype} with D {call['d']} and {call['s']} rows, which torch's cuDNN and flash kernels do not take"
+        )
     return ""
 
 

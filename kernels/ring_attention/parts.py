@@ -1,29 +1,35 @@
-"""The form "parts": copy engines push keys and values, torch attends to one rank's after the other's, and a kernel merges
-the results.
+"""The form "parts": copy engines push keys and values, torch attends to one rank's after the other's, and a kernel
+merges the results.
 
 torch's attention takes rectangles of queries and keys, and triangles. Under a causal mask a rank's own keys are a
 triangle, also in zigzag order, where positions ascend. Of the others in zigzag order all queries see the first half of
 an earlier rank's keys, and the second half of the queries all keys of a later rank.
+
+The backward pass sends keys and values once more. torch gets the whole result and its logarithms, so the gradients of
+the rectangles add up. Those of keys and values go home in the operands' dtype, by the copy engines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import signals
+from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..shared import copies
 from ..shared.grid import barrier_counters
-from ..shared.torch_attention import Attend, attend_by
+from ..shared.torch_attention import Kernel, kernel_for
 from .exact import view_of
 from .merge import merge_kernel
-from .planning import CALL, windows
+from .planning import windows
 from .sequence import parts
 
 ROWS = 32
@@ -31,7 +37,8 @@ ROWS = 32
 
 
 class Rectangle(NamedTuple):
-    """Queries of a rank, all from one on, and keys of a rank that these see; causal: of the same rank, up to their own."""
+    """Queries of a rank, all from one on, and keys of a rank that these see. causal: of the same rank, up to their
+    own."""
 
     queries: slice
     keys: slice
@@ -53,17 +60,17 @@ def rectangle(rows: int, layout: str, causal: bool, rank: int, source: int) -> R
 @triton.jit
 def arrived_kernel(ready_ptr, number_ptr, world):
     """The keys and values of one rank are here, of the launch of this number."""
-    pl.wait(ready_ptr, triton.language.load(number_ptr), world)
+    pl.wait(ready_ptr, tl.load(number_ptr), world)
 
 
 def _is_causal(call: Call) -> bool:
     return call["causal"] or (call["window"] is not None and call["window"][1] == 0)
 
 
-def _by(call: Call) -> Attend | None:
+def _kernel(call: Call) -> Kernel | None:
     """torch's kernel for the rectangles of every rank, so that all ranks take the same."""
     kinds = [rectangle(call["s"], call["layout"], _is_causal(call), 1, source) for source in range(3)]
-    return attend_by(call["q"], call["k"], call["v"], [kind for kind in kinds if kind is not None])
+    return kernel_for(call["q"], call["k"], call["v"], [kind for kind in kinds if kind is not None])
 
 
 def fits(call: Call) -> str:
@@ -76,63 +83,149 @@ def fits(call: Call) -> str:
     view = view_of(call["s"], call.world.size, call["causal"], call["window"], None)
     if view.left < total - 1 or 0 < view.right < total - 1:
         return f"window {call['window']}, which torch's kernel does not take"
-    if call["q"].numel() and _by(call) is None:
+    if call.tensors.get("dlse") is not None:
+        return "dlse, which torch's kernel does not take"
+    if call["q"].numel() and _kernel(call) is None:
         return (
             f"{call.dtype} with D {call['d']} and {call['s']} rows, which torch's cuDNN and flash kernels do not take"
         )
     return ""
 
 
+class Ring:
+    """What both passes plan: rectangles, and the copies of keys and values to the ranks that see them. Collective."""
+
+    def __init__(self, call: Call) -> None:
+        self.world = world = call.world
+        self.b, self.s, self.h, self.g, self.d = (call[letter] for letter in "bshgd")
+        self.causal, self.layout, self.itemsize = _is_causal(call), call["layout"], call.dtype.itemsize
+        self.scale = self.d**-0.5 if call["scale"] is None else call["scale"]
+        self.kernel = _kernel(call)
+        size, inboxes = world.size, windows(call)  # of all forms of the forward pass, which all begin with a barrier
+        # [d - 1]: the keys of rank - d are here; [size - 2 + d]: so are the gradients that rank + d has of mine.
+        self.counters = world.keep(
+            (call.name, "ready", "parts"), lambda: signals(2 * size - 1, name=f"{call.name}.parts", world=world)
+        )
+        self.number, self.side = self.counters[-1:], copies.Side(world)
+        self.this, self.bar = self.number.plain(), barrier_counters(world)
+        self.start = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
+        self.wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
+        self.own = Rectangle(slice(0, self.s), slice(0, self.s), self.causal)
+        self.seen = self._others(lambda d: self._seen(world.rank, (world.rank - d) % size))
+        """By distance d: what queries here see of the keys of rank - d."""
+        self.seeing = self._others(lambda d: self._seen((world.rank + d) % size, world.rank))
+        """By distance d: what queries of rank + d see of the keys here."""
+        self.sends = [self.copies(d, (world.rank + d) % size, seen, True, inboxes, d - 1) for d, seen in self.seeing]
+        self.arrived = self.received(inboxes)
+
+    def _others(self, seen: Callable[[int], Rectangle | None]) -> list[tuple[int, Rectangle]]:
+        found = ((d, seen(d)) for d in range(1, self.world.size))
+        return [(d, one) for d, one in found if one is not None]
+
+    def _seen(self, rank: int, source: int) -> Rectangle | None:
+        return rectangle(self.s, self.layout, self.causal, rank, source)
+
+    def received(self, inboxes: Sequence[SymmetricTensor]) -> list[torch.Tensor]:
+        """(size - 1, B, S, KV, D), of keys and of values."""
+        if self.world.size == 1:
+            return []
+        return [inbox.plain().view(-1, self.b, self.s, self.g, self.d) for inbox in inboxes]
+
+    def copies(
+        self, distance: int, peer: int, seen: Rectangle, cut: bool, inboxes: Sequence[SymmetricTensor], at: int
+    ) -> tuple[copies.Send, ...]:  # fmt: skip
+        """Of the keys of a rectangle and of the values, to their rows of `peer`'s inboxes [distance - 1]; then of the
+        number of the launch into counter `at`. cut: the source has all rows, and not those of the rectangle alone."""
+        run, here = self.g * self.d, seen.keys
+        places = slice(here.start * run, here.stop * run)
+        inbox = copies.layout(self.world.size - 1, self.b, self.s * run)[distance - 1, :, places]
+        shard = copies.layout(self.b, (self.s if cut else here.stop - here.start) * run)
+        boxes = copies.boxes(peer, inbox, shard[:, places] if cut else shard, self.itemsize)
+        moves = [copies.sending(self.world, boxes, to) for to in inboxes]
+        return (*moves, copies.telling(self.world, peer, self.counters, at))
+
+    def send(self, to: Sequence[copies.Send], *tensors: torch.Tensor) -> None:
+        """Queue what `copies` made, behind what the current stream has so far."""
+        with self.side.behind() as stream:
+            for move, x in zip(to, (*tensors, self.this), strict=True):
+                move(x, stream)
+
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Send all keys and values."""
+        self.start(self.number, self.bar, 0, self.world.device)  # before overwrite: every rank's launch has ended
+        for to in self.sends:
+            self.send(to, k, v)
+
+    def await_(self, at: int) -> None:
+        """The current stream goes on when counter `at` has the number of this launch."""
+        self.wait(self.counters[at:], self.number, self.world.device)
+
+    def end(self) -> None:
+        """The current stream goes on when all is sent."""
+        self.side.reach(self.side.mark())
+
+
 def planned_parts(call: Call) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse)."""
-    world, rank, size = call.world, call.world.rank, call.world.size
-    b, s, h, g, d = (call[letter] for letter in "bshgd")
-    layout, causal, scale = call["layout"], _is_causal(call), d**-0.5 if call["scale"] is None else call["scale"]
-    attend, inboxes, run = _by(call), windows(call), g * d
-    counters = world.keep((CALL, "ready", "parts"), lambda: signals(size, name=f"{CALL}.parts", world=world))
-    this_launch, side = counters[-1:], copies.Side(world)
-    begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    await_one = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
-    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
-    sends: list[tuple[copies.Send, ...]] = []
-    todo: list[tuple[int, Rectangle]] = []
-    for distance in range(1, size):
-        peer = (rank + distance) % size
-        seen = rectangle(s, layout, causal, peer, rank)
-        if seen is not None:
-            here = slice(seen.keys.start * run, seen.keys.stop * run)
-            boxes = copies.boxes(peer, theirs[distance - 1, :, here], shard[:, here], call.dtype.itemsize)
-            moves = [copies.sending(world, boxes, inbox) for inbox in inboxes]
-            sends.append((*moves, copies.telling(world, peer, counters, distance - 1)))
-        mine = rectangle(s, layout, causal, rank, (rank - distance) % size)
-        if mine is not None:
-            todo.append((distance, mine))
-    own = rectangle(s, layout, causal, rank, rank)
-    assert own is not None
-    firsts, this = (0, *(r.queries.start for _, r in todo)), this_launch.plain()
-    arrived = [inbox.plain().view(-1, b, s, g, d) if size > 1 else None for inbox in inboxes]
-    programs, block_d = b * h * triton.cdiv(s, ROWS), triton.next_power_of_2(max(d, 16))
+    ring = Ring(call)
+    firsts = (0, *(seen.queries.start for _, seen in ring.seen))
+    programs, block_d = ring.b * ring.h * triton.cdiv(ring.s, ROWS), triton.next_power_of_2(max(ring.d, 16))
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
-        begin(this_launch, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
-        with side.behind() as stream:
-            for move_keys, move_values, tell in sends:
-                move_keys(k, stream)
-                move_values(v, stream)
-                tell(this, stream)
-            sent = side.mark()
-        if programs and attend is not None:
-            found = [attend(q, k, v, own.causal, scale)]
-            for distance, seen in todo:
-                await_one(counters[distance - 1 :], this_launch, world.device)
-                keys, values = (x[distance - 1, :, seen.keys] for x in arrived if x is not None)
-                found.append(attend(q[:, seen.queries], keys, values, False, scale))
+        ring.begin(k, v)
+        if ring.kernel is not None and q.numel():
+            found = [ring.kernel.attend(q, k, v, ring.causal, ring.scale)]
+            for distance, seen in ring.seen:
+                ring.await_(distance - 1)
+                keys, values = (x[distance - 1, :, seen.keys] for x in ring.arrived)
+                found.append(ring.kernel.attend(q[:, seen.queries], keys, values, False, ring.scale))
             outs, lses = zip(*found)
-            beside(merge_kernel, (programs,), outs, lses, firsts, out, lse, s, h, d, block_d, ROWS)
-        side.reach(sent)
+            beside(
+                merge_kernel, (programs,), outs, lses, firsts, out, lse, ring.s, ring.h, ring.d, block_d, ROWS
+            )  # fmt: skip
+        ring.end()
         return out, lse
+
+    return launch
+
+
+def planned_backward(call: Call) -> Launch:
+    """launch(dout, q, k, v, result, lse, out, dlse, cu_seqlens, dk, dv)."""
+    ring, home = Ring(call), windows(call, f"{call.name}.home")
+    rank, size = call.world.rank, call.world.size
+    sends = [ring.copies(d, (rank - d) % size, seen, False, home, size - 2 + d) for d, seen in ring.seen]
+    parts_home = ring.received(home)
+
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, dlse: None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        sent = []  # alive until the copy engines have read them
+        ring.begin(k, v)
+        if ring.kernel is not None and q.numel():
+            kernel, scale = ring.kernel, ring.scale
+            found = kernel.gradients(dout, q, k, v, result, lse, ring.causal, scale)
+            totals = [x.float() for x in found]
+            for (distance, seen), to in zip(ring.seen, sends):
+                ring.await_(distance - 1)
+                keys, values = (x[distance - 1, :, seen.keys] for x in ring.arrived)
+                grad, mine, whole = (x[:, seen.queries] for x in (dout, q, result))
+                dq, *of_keys = kernel.gradients(
+                    grad, mine, keys, values, whole, lse[:, :, seen.queries], False, scale
+                )  # fmt: skip
+                ring.send(to, *of_keys)
+                totals[0][:, seen.queries] += dq
+                sent.append(of_keys)
+            for distance, seen in ring.seeing:  # so each sum has one order
+                ring.await_(size - 2 + distance)
+                for total, inbox in zip(totals[1:], parts_home, strict=True):
+                    total[:, seen.keys] += inbox[distance - 1, :, seen.keys]
+            for to, total in zip((out, dk, dv), totals):
+                to.copy_(total)
+        ring.end()
+        return out, dk, dv
 
     return launch

@@ -44,6 +44,7 @@ from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, num_programs
 from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .exact_backward import bound, reference
+from .parts import fits, planned_backward
 from .planning import (
     ARGUMENTS,
     CHUNK,
@@ -80,7 +81,7 @@ def ring_attention_backward(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     length: int | None = None,
-    mode: Literal["fused"] | None = None,
+    mode: Literal["fused", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -242,6 +243,10 @@ OPERATOR = Operator(
             settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
             complete=from_one, small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
+        "parts": Form(
+            planned_backward, "copies by the copy engines, torch's gradients of each rank's keys, then sums",
+            "4 (W - 1) |k|", fits=fits, roundings=lambda size: 3,
+        ),
     },
     reference=reference,
     bound=bound,
@@ -249,5 +254,9 @@ OPERATOR = Operator(
         # Scores of whole numbers are small enough for exp.
         Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
+        Case(
+            shapes=SHAPES, arguments={"mode": "parts", "causal": True, "layout": "zigzag", "scale": 0.02}, ranks=2,
+            out="new",
+        ),
     ),
 )  # fmt: skip

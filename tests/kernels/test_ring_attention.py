@@ -179,7 +179,7 @@ def test_a_gpu_without_a_kernel_for_the_rows_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_attention, "can_use_flash_attention", refuse)
     x = torch.empty(1, 4, 2, 8, device="meta")
     calls = [r for source in range(3) if (r := rectangle(4, "zigzag", True, 1, source))]
-    assert torch_attention.attend_by(x, x, x, calls) is None
+    assert torch_attention.kernel_for(x, x, x, calls) is None
     assert len(asked) == 4
 
 

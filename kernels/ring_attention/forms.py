@@ -252,11 +252,13 @@ def _unfused(call: Call) -> Launch:
 
 
 def _backward(call: Recorded) -> Gradients:
-    """By `pkt.ring_attention_backward`."""
+    """By `pkt.ring_attention_backward`, in the form "parts" where the call was told to take it and lse has no
+    gradient."""
     kept = (call[name] for name in ("q", "k", "v", "out", "lse"))
     found = call.operator(
         "ring_attention_backward", call.grad, *kept, dlse=call.grads[1] if call["return_lse"] else None,
-        cu_seqlens=call["cu_seqlens"], **{name: call[name] for name in ARGUMENTS},
+        cu_seqlens=call["cu_seqlens"], mode="parts" if call["mode"] == "parts" and not call["return_lse"] else None,
+        **{name: call[name] for name in ARGUMENTS},
     )  # fmt: skip
     return dict(zip(("q", "k", "v"), found))
 

@@ -63,6 +63,16 @@ def arrived_kernel(ready_ptr, number_ptr, world):
     pl.wait(ready_ptr, tl.load(number_ptr), world)
 
 
+@triton.jit
+def next_kernel(number_ptr):
+    """Count this launch.
+
+    The backward pass needs no barrier before it overwrites keys of the last call: a rank that has read these has sent
+    their gradients behind that, for which their owner has waited. It sends its next gradients when it has the next
+    keys, so behind the owner's last sum."""
+    tl.store(number_ptr, tl.load(number_ptr) + 1)
+
+
 def _is_causal(call: Call) -> bool:
     return call["causal"] or (call["window"] is not None and call["window"][1] == 0)
 
@@ -101,14 +111,13 @@ class Ring:
         self.causal, self.layout, self.itemsize = _is_causal(call), call["layout"], call.dtype.itemsize
         self.scale = self.d**-0.5 if call["scale"] is None else call["scale"]
         self.kernel = _kernel(call)
-        size, inboxes = world.size, windows(call)  # of all forms of the forward pass, which all begin with a barrier
+        size, inboxes = world.size, windows(call, call.name)  # as the other forms of the pass
         # [d - 1]: the keys of rank - d are here; [size - 2 + d]: so are the gradients that rank + d has of mine.
         self.counters = world.keep(
             (call.name, "ready", "parts"), lambda: signals(2 * size - 1, name=f"{call.name}.parts", world=world)
         )
         self.number, self.side = self.counters[-1:], copies.Side(world)
-        self.this, self.bar = self.number.plain(), barrier_counters(world)
-        self.start = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
+        self.this = self.number.plain()
         self.wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
         self.own = Rectangle(slice(0, self.s), slice(0, self.s), self.causal)
         self.seen = self._others(lambda d: self._seen(world.rank, (world.rank - d) % size))
@@ -152,7 +161,6 @@ class Ring:
 
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Send all keys and values."""
-        self.start(self.number, self.bar, 0, self.world.device)  # before overwrite: every rank's launch has ended
         for to in self.sends:
             self.send(to, k, v)
 
@@ -167,7 +175,8 @@ class Ring:
 
 def planned_parts(call: Call) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse)."""
-    ring = Ring(call)
+    ring, bar = Ring(call), barrier_counters(call.world)
+    start = cooperative_launch(call.world, copies.begin_kernel, (1,), num_warps=1)
     firsts = (0, *(seen.queries.start for _, seen in ring.seen))
     programs, block_d = ring.b * ring.h * triton.cdiv(ring.s, ROWS), triton.next_power_of_2(max(ring.d, 16))
 
@@ -175,6 +184,7 @@ def planned_parts(call: Call) -> Launch:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
+        start(ring.number, bar, 0, ring.world.device)  # before overwrite: every rank's launch before has ended
         ring.begin(k, v)
         if ring.kernel is not None and q.numel():
             found = [ring.kernel.attend(q, k, v, ring.causal, ring.scale)]
@@ -203,7 +213,8 @@ def planned_backward(call: Call) -> Launch:
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
         out: torch.Tensor, dlse: None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
     ) -> Any:  # fmt: skip
-        sent = []  # alive until the copy engines have read them
+        sent: list[list[torch.Tensor]] = []  # alive until the copy engines have read them
+        beside(next_kernel, (1,), ring.number, num_warps=1)
         ring.begin(k, v)
         if ring.kernel is not None and q.numel():
             kernel, scale = ring.kernel, ring.scale

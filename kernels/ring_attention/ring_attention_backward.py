@@ -251,12 +251,12 @@ OPERATOR = Operator(
     reference=reference,
     bound=bound,
     cases=(
-        # Scores of whole numbers are small enough for exp.
-        Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
-        Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
+        # Scores of whole numbers are small enough for exp. The first case is one that every form takes.
         Case(
             shapes=SHAPES, arguments={"mode": "parts", "causal": True, "layout": "zigzag", "scale": 0.02}, ranks=2,
             out="new",
         ),
+        Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
+        Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
     ),
 )  # fmt: skip

@@ -82,6 +82,8 @@ def kernel_for(
     None where neither takes them, with gradients. Nothing is launched."""
     if q.device.type == "cpu":
         return CPU
+    if q.shape[3] % 8:  # torch pads before it calls FlashAttention, and does not say so here
+        return None
     described = [_described(q[:, mine], k[:, theirs], v[:, theirs], causal) for mine, theirs, causal in calls]
     if q.shape[3] <= MAX_D and all(map(can_use_cudnn_attention, described)):
         return CUDNN

@@ -7,6 +7,8 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
     other, and signal. The others take BLOCK_M queries of a head whose group has arrived from all ranks, so that the
     first groups are computed with while the others travel. Each finished tile goes to the rank of its positions: into
     its `out` if that is symmetric, else into an inbox, from which that rank copies it.
+copy: copy engines push one group of heads after the other, torch attends to each group that has arrived, and copy
+    engines take its result home meanwhile, see `groups`. All SMs compute.
 unfused: pkt's all-to-all of q, k and v, torch's attention, and pkt's all-to-all of the result.
 
 H heads of queries share KV heads of keys and values. Each rank has H / size heads of queries. A head of keys goes to
@@ -111,20 +113,24 @@ def ulysses_attention(
         p - left to p + right; -1 for no limit on a side.
     scale: of the scores, a positive number; 1 / sqrt(D) where None.
 
-    mode: a form that the top of kernels/ulysses_attention/forms.py describes; "unfused" where None, until "push" has
-    been measured. For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. heads: heads of
-    queries in a group, which divides the H / size of a rank, and is a divisor or a multiple of those that share a head
-    of keys there; by default as few as make 8 groups. chunk: rows of a group that travel with one signal, by default
-    512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16.
-    The same on every rank.
+    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, "copy" or "unfused", whichever
+    has the least predicted time (kernels/ulysses_attention/rules.py); "unfused" with cu_seqlens or window; "copy" where
+    `heads` is given.
+    heads: for "push" and "copy": heads of queries in a group, which divides the H / size of a rank, and is a divisor or
+    a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in "copy" the
+    number with the least predicted time.
+    For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. chunk: rows of a group that travel
+    with one signal, by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a
+    step, powers of two from 16. The same on every rank.
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
-    multiplied with v. In "unfused" this is up to torch. A row that sees no key is 0. Returns `out`, complete; the
-    operands may be overwritten at once. Tensors may have any strides. It has run on ranks that share one H200, not on
-    several GPUs.
+    multiplied with v. In "copy" and "unfused" this is up to torch. A row that sees no key is 0. Returns `out`,
+    complete; the operands may be overwritten at once. Tensors may have any strides. It has run on ranks that share one
+    H200, not on several GPUs; "copy" has not run on GPUs.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
-    of q for the result. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    of q for the result, which in "copy" a symmetric `out` saves. Raises ShapeError, DtypeError, CollectiveMismatch,
+    Unsupported.
     """
     values = (causal, scale, window, mode, num_comm_sms, heads, chunk, tiles)
     return OPERATOR((q, k, v, out, cu_seqlens), values, world)
@@ -345,8 +351,8 @@ OPERATOR = Operator(
     cases=(
         Case(shapes=SHAPES, arguments={"mode": "push", "causal": True}, out="new", ranks=2),
         Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "push"}, ranks=2),
-        Case(shapes=SHAPES, arguments={"mode": "copy", "causal": True}, out="new", ranks=2),
-        Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "copy"}),
+        Case(shapes={"q": "1 3 W*2 4", "k": (1, 3, 1, 4), "v": (1, 3, 1, 4)}, arguments={"mode": "copy"}, out="new"),
+        Case(shapes=SHAPES, arguments={"mode": "copy", "causal": True}, explore=False),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1)}, explore=False),
     ),
 )  # fmt: skip

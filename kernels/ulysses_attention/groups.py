@@ -4,6 +4,9 @@ A rank's stream for copies sends its peers their first groups, then their second
 group. The current stream waits for a group of all ranks and attends to it. The stream for copies takes the group's
 results home while the current stream is at the next group. So no SM moves what peers need, and what nothing hides is
 the exchange of the first group and the results of the last one.
+
+Ranks meet when a launch ends, and not when it begins: when all results are at home, all heads have been read. A rank's
+results of the next launch follow the first group of all ranks, so nobody is still at the results of this one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..shared import copies
-from ..shared.grid import barrier_counters
 from .heads import Heads, heads_of
 from .local import Local
 
@@ -73,8 +75,8 @@ def copied(call: Call, local: Local) -> Launch:
     inboxes = {name: window(call, name, (b, size * s, n, d)) for name, (n, _) in each.items()}
     home = None if isinstance(out, SymmetricTensor) else window(call, "home", (b, s, h, d))
 
-    def make() -> SymmetricTensor:  # [g * size + r]: group g of rank r is here; g = len(groups): the results of rank r
-        return signals((len(groups) + 1) * size + 1, name=f"{call.name}.groups", world=world)
+    def make() -> SymmetricTensor:  # [g * size + r] is the last launch whose group g rank r has sent here
+        return signals(len(groups) * size + 1, name=f"{call.name}.groups", world=world)
 
     counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
     number, side = counters[-1:], copies.Side(world)
@@ -109,19 +111,15 @@ def copied(call: Call, local: Local) -> Launch:
         operands = [x.narrow(2, part.start, len(part)) for x, part in zip(plain, parts)]
         wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
         stages.append((wait, counters[at * size :], operands, copies.sent_to(world, back)))
-    done, results = cooperative_launch(world, arrived_kernel, (1,), num_warps=1), counters[len(groups) * size :]
-    tells = [
-        copies.telling(world, (rank + i) % size, counters, len(groups) * size + rank)
-        for i in copies.turn(size, len(groups) - 1)
-    ]
     own = [sent(name, rank, range(n)) for name, (n, _) in each.items()]
-    begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    this = number.plain()
+    meet, this = copies.meeting(world), number.plain()
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        begin(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+        if world.streams is not None:
+            world.streams.follow()  # the world's last call may be on another stream
+        this.add_(1)
         given = {"q": q, "k": k, "v": v, "this": this}
         with side.behind() as stream:
             for name, send in sends:
@@ -134,12 +132,8 @@ def copied(call: Call, local: Local) -> Launch:
             found.append(local.attend(*operands, cu_seqlens).contiguous())
             with side.behind() as stream:
                 back(found[-1], out if home is None else home, stream)
-        with side.behind() as stream:
-            for tell in tells:
-                tell(this, stream)
-            ended = side.mark()
-        side.reach(ended)
-        done(results, number, world.device)
+        side.reach(side.mark())
+        meet()  # publish: all results are at home; before overwrite: all ranks have read their heads
         if home is not None:
             out.view(home.shape).copy_(home.plain())
         return out

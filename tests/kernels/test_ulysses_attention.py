@@ -58,7 +58,7 @@ def test_each_head_finds_its_keys() -> None:
         heads = size * queries
         if heads % kv_heads:
             continue
-        held = forms.heads_of(heads, kv_heads, size)
+        held = heads.heads_of(heads, kv_heads, size)
         assert size * held.keys == held.repeats * kv_heads
         for rank, i in itertools.product(range(size), range(queries)):
             sent = rank * held.keys + i // held.sharing

@@ -113,9 +113,9 @@ def ulysses_attention(
         p - left to p + right; -1 for no limit on a side.
     scale: of the scores, a positive number; 1 / sqrt(D) where None.
 
-    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, "copy" or "unfused", whichever
-    has the least predicted time (kernels/ulysses_attention/rules.py); "unfused" with cu_seqlens or window; "copy" where
-    `heads` is given.
+    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy" and
+    "unfused" with the least predicted time (kernels/ulysses_attention/rules.py); with cu_seqlens or window "unfused";
+    where `heads` is given "copy".
     heads: for "push" and "copy": heads of queries in a group, which divides the H / size of a rank, and is a divisor or
     a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in "copy" the
     number with the least predicted time.

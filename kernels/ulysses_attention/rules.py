@@ -20,8 +20,6 @@ BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 STAGE = 10e-6
 """Seconds from the end of a group's attention to the start of the next one's."""
-QUEUED = 5e-6
-"""Seconds of the host for a copy or a kernel, where a call has new addresses; see `pkt.runtime.launch.replay`."""
 
 
 def _attention(call: Call, heads: int) -> float:
@@ -44,8 +42,7 @@ def seconds_copied(call: Call, n: int) -> float:
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there, home = _copies(call, n, keys, keys), _copies(call, n)
     longer = max(groups * _attention(call, n), (groups - 1) * (there + home))
-    queued = groups * (5 * (call.world.size - 1) + 4)  # for each peer q, k, v, a number and the result
-    return max(H200.launch + there + longer + groups * STAGE + home + H200.barrier, queued * QUEUED)
+    return H200.launch + there + longer + groups * STAGE + home + H200.barrier
 
 
 def seconds_unfused(call: Call) -> float:

@@ -1403,7 +1403,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of("kernels/ulysses_attention/rules.py", "tests/kernels/test_ulysses_attention.py -k by_default",
         ("a group costs nothing", "longer + groups * STAGE", "longer + 0 * STAGE"),
-        ("the host is always in time", ", queued * QUEUED)", ", 0.0)"),
+        ("every peer's copies take no time", "(call.world.size - 1) * sum(n / link_rate", "0.0 * sum(n / link_rate"),
     ),
     *of("kernels/ulysses_attention/forms.py", "tests/kernels/test_ulysses_attention.py -k gradients",
         ("the gradients of one rank alone arrive", ".float().sum(3).to(x.dtype)", "[:, :, :, 0]"),

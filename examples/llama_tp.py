@@ -223,7 +223,7 @@ def main(world: Any, shape: Shape, length: int, batch: int, repeats: int, stacks
     device = world.torch_device
     stacks = stacks or [Stack("pkt", pkt.parallelize, world, device)]
     generator = torch.Generator().manual_seed(1)
-    drawn = functools.partial(torch.randint, shape.vocabulary, generator=generator)
+    drawn = functools.partial(torch.randint, shape.vocabulary, generator=generator, device="cpu")
     data, prompt = drawn((1, length + 1)).to(device), drawn((batch, length // batch)).to(device)
     found: dict[str, list[float]] = {"prefill": [], "decode": [], "training": [], "loss": []}
     for stack in stacks:

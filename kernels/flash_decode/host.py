@@ -140,14 +140,14 @@ def default_block(call: Call) -> int:
     """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128. fp8
     counts as q's dtype, which its numbers have in registers. With 128 keys and more than 16 rows the kernel spills."""
     D, E = call["d"], 0 if call["v_cache"] is None else call["e"]
-    keys = STAGE_BYTES * (1 if _alone(call) or _small(call) else 2) // max((D + E) * call.dtype.itemsize, 1)
+    twice = call["k_cache"].dtype in FP8 if _small(call) else not _alone(call)
+    keys = STAGE_BYTES * (2 if twice else 1) // max((D + E) * call.dtype.itemsize, 1)
     return min(max(1 << keys.bit_length() - 1, LEAST_SIDE), 128 if rows_of(call) <= LEAST_SIDE else 64)
 
 
 def default_stages(call: Call) -> int:
-    """Loads that are on their way at once: of fp8 twice as many, which are as many bytes, if registers hold them."""
-    many = call["k_cache"].dtype in FP8 and call["d"] <= 256
-    return (3 if _alone(call) else 2) * (2 if many else 1)
+    """Loads that are on their way at once."""
+    return 3 if _alone(call) and call["k_cache"].dtype not in FP8 else 2
 
 
 def rows_of(call: Call) -> int:
@@ -250,8 +250,9 @@ def _decode(call: Call, fused: bool) -> _Plan:
     columns, rows = _padded(E), rows_of(call)
     d1 = _padded(D) if D <= LEAST_SIDE else 1 << D.bit_length() - 1
     d2 = 0 if d1 >= D else _padded(D - d1)
-    take = min(max(TAKEN // columns, 1), rows)
     programs = call["programs"]
+    share = triton.next_power_of_2(triton.cdiv(B * SQ * H, programs))  # rows of a program, if all merge
+    take = min(max(TAKEN // columns, 1), rows, max(share, 1))
     words, room = words_of_row.fn(columns, 1), 0
     if fused:
         memory, flags, room = flagged.slots_of(world, world.size * B * SQ * H * words)

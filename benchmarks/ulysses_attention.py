@@ -7,7 +7,7 @@
 "SDPA alone" is torch's attention over this rank's heads, whose positions are all there already, in the backend that
 torch chooses. It exchanges nothing, so its result is not checked. "NCCL + SDPA" exchanges heads with NCCL's all-to-all,
 which needs permuted copies before and behind it. Variants named "captured" are replayed. All variants of a case run in
-the same job. Further settings of "push" are there to be compared.
+the same job. Further settings of "push" and of "copy" are there to be compared.
 
 128/128 heads: of queries and of keys, 128 elements each.
 """
@@ -25,12 +25,19 @@ import pkt
 from benchmarks._case import Case, captured, normal
 from benchmarks._command import main
 from pkt.kernels.ulysses_attention import ulysses_attention
-from pkt.kernels.ulysses_attention.forms import heads_of
+from pkt.kernels.ulysses_attention.heads import heads_of
 
 TITLE = "Ulysses attention, bf16"
 SIZES = ((128, 128, 16384), (128, 128, 65536), (64, 8, 32768))
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt unfused": {"mode": "unfused"},
+    "pkt copy": {"mode": "copy"},
+    "pkt copy, symmetric out": {"mode": "copy", "symmetric": True},
+    "pkt copy, 4 heads a group": {"mode": "copy", "heads": 4},
+    "pkt copy, 8 heads a group": {"mode": "copy", "heads": 8},
+    "pkt copy, 16 heads a group": {"mode": "copy", "heads": 16},
+    "pkt copy, 32 heads a group": {"mode": "copy", "heads": 32},
     "pkt push": {"mode": "push"},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True},
     "pkt push, 8 programs push": {"mode": "push", "num_comm_sms": 8},
@@ -43,6 +50,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 QUICK: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt copy": {"mode": "copy", "heads": 1},
     "pkt push": {"mode": "push", "tiles": (16, 16)},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True, "tiles": (16, 16)},
 }
@@ -50,7 +58,7 @@ BASELINES = ("SDPA alone", "NCCL + SDPA")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt push, captured", *PLAIN]
+    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt push, captured", "pkt copy, captured", *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -88,7 +96,7 @@ def case(world: Any, h: int, kv: int, S: int, D: int) -> Case:
     runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
         runs |= {"SDPA alone": _alone(S, held, D, device), "NCCL + SDPA": lambda: _with_nccl(q, k, v, held, size)}
-        runs["pkt push, captured"] = captured(runs["pkt push"])
+        runs |= {f"{name}, captured": captured(runs[name]) for name in ("pkt push", "pkt copy")}
     sent = 2 * q.nbytes + (k.nbytes + v.nbytes) * held.repeats
     return Case(
         nbytes=(size - 1) / size * sent,

@@ -5,7 +5,8 @@
 
 The model is ordinary torch. `pkt.parallelize` puts it on pkt's operators; torch's `parallelize_module`, with the same
 plans, on NCCL. SERVING keeps all tokens on every rank (GEMM + all-reduce), TRAINING splits the sequence between blocks
-(all-gather + GEMM, GEMM + reduce-scatter). It has run on one GPU, not on several.
+(all-gather + GEMM, GEMM + reduce-scatter). It has run on one GPU and on
+ranks that share one, not on several.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def main(world: Any, shape: Shape, length: int, batch: int, repeats: int, stacks
     device = world.torch_device
     stacks = stacks or [Stack("pkt", pkt.parallelize, world, device)]
     generator = torch.Generator().manual_seed(1)
-    drawn = functools.partial(torch.randint, shape.vocabulary, generator=generator)
+    drawn = functools.partial(torch.randint, shape.vocabulary, generator=generator, device="cpu")
     data, prompt = drawn((1, length + 1)).to(device), drawn((batch, length // batch)).to(device)
     found: dict[str, list[float]] = {"prefill": [], "decode": [], "training": [], "loss": []}
     for stack in stacks:

@@ -17,7 +17,7 @@ T, H, K, OWN = (4, 3), 8, 2, 2
 def operands(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x, topk_idx, topk_weights) of a rank, on the CPU: other numbers of tokens, and tokens without an expert."""
     generator = torch.Generator().manual_seed(rank)
-    scores = torch.rand(T[rank], 2 * OWN, generator=generator)
+    scores = torch.rand(T[rank], 2 * OWN, generator=generator, device="cpu")
     weights, idx = scores.topk(K)
     idx[0, 1] = -1
     idx[-1] = -1 if rank else idx[-1]

@@ -117,11 +117,25 @@ def place_of(unit, i, p):
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
+@triton.constexpr_function
+def math_of(dtype, fp8):
+    """The dtype of what is multiplied. A GPU converts two numbers of fp8 to fp16 at once, and to bf16 by way of it."""
+    return tl.float16 if fp8 and dtype == tl.bfloat16 else dtype
+
+
+@triton.jit
+def _power_of_two(x):
+    """The greatest power of two that is no more than x, of fp32; the least normal number for smaller ones."""
+    return (tl.maximum(x, 2.0**-126).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
 @triton.jit
 def attend(unit, first, last, p):
     """Tiles [first, last) of a unit's keys: (the attention over them, fp32 (ROWS, COLUMNS); its lse, fp32 (ROWS,)). A
     row that sees none of them has 0 and -inf. No wait is in here, so the loop is pipelined."""
-    dtype: tl.constexpr = p.q_ptr.dtype.element_ty
+    FP8: tl.constexpr = p.k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    dtype: tl.constexpr = math_of(p.q_ptr.dtype.element_ty, FP8)
+    SHIFT: tl.constexpr = 15 if dtype == tl.float16 else 0  # weights are times 2 ** SHIFT, or small ones were 0 in fp16
     b, g, s, number, exists = place_of(unit, tl.arange(0, p.ROWS), p)
     d1 = tl.arange(0, p.D1)
     q_row = p.q_ptr + tl.cast(number, tl.int64)[:, None] * p.D
@@ -129,12 +143,21 @@ def attend(unit, first, last, p):
     if p.D2:
         d2 = p.D1 + tl.arange(0, p.D2)
         q2 = tl.load(q_row + d2[None, :], mask=exists[:, None] & (d2 < p.D)[None, :], other=0)
+    scale = p.scale * LOG2E + tl.zeros((p.ROWS,), tl.float32)
+    if dtype != p.q_ptr.dtype.element_ty:
+        greatest = tl.max(tl.abs(q1).to(tl.float32), 1)
+        if p.D2:
+            greatest = tl.maximum(greatest, tl.max(tl.abs(q2).to(tl.float32), 1))
+        power = _power_of_two(greatest)
+        q1 = (q1.to(tl.float32) / power[:, None]).to(dtype)
+        if p.D2:
+            q2 = (q2.to(tl.float32) / power[:, None]).to(dtype)
+        scale *= power
     seen = tl.load(p.lens_ptr + b * p.SQ + s, mask=exists, other=0)
     seen = tl.minimum(seen, p.most)
     end = tl.max(seen, 0)
     e = tl.arange(0, p.COLUMNS)
     table = p.table_ptr + tl.cast(b, tl.int64) * p.pages_of
-    scale = p.scale
     if p.k_scale_ptr is not None:
         scale *= tl.load(p.k_scale_ptr + g * p.K_SCALES)
     k_head = p.k_ptr + tl.cast(g, tl.int64) * p.k_head
@@ -148,20 +171,20 @@ def attend(unit, first, last, p):
         there = key < end
         page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
         k_row = k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
-        # Every number of fp8 is one of bf16, fp16 and fp32, too.
+        # Every number of fp8 is one of fp16 and fp32, too.
         k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0.0).to(dtype)
         score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if p.D2:
             k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0.0).to(dtype)
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
-        score *= scale
+        score *= scale[:, None]
         if p.CAPPED:
             # tanh(x) = 1 - 2 / (1 + e^2x), right for infinite powers, too
-            score = p.cap * (1 - 2 / (1 + tl.exp2(score * (2 * LOG2E / p.cap))))
-        score = tl.where(key[None, :] < seen[:, None], score * LOG2E, float("-inf"))
+            score = p.cap * LOG2E * (1 - 2 / (1 + tl.exp2(score * (2 / p.cap))))
+        score = tl.where(key[None, :] < seen[:, None], score, float("-inf"))
         higher = tl.maximum(most, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # or a row that has seen no key were inf - inf
-        weight = tl.exp2(score - base[:, None])
+        weight = tl.exp2(score - (base - SHIFT)[:, None])
         old = tl.exp2(most - base)
         total = total * old + tl.sum(weight, 1)
         if p.SHARED and p.COLUMNS == p.D1:
@@ -169,10 +192,14 @@ def attend(unit, first, last, p):
         else:
             v_row = v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
             v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0.0).to(dtype)
+        if FP8:
+            # The compiler now converts before it stores the operand of tl.dot to shared memory. It would convert
+            # behind, where it can load only single bytes of V.
+            v = tl.where(end > 0, v, 0.0)
         acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
         most = higher
     nothing = total == 0
-    lse = tl.where(nothing, float("-inf"), (most + tl.log2(total)) * LN2)
+    lse = tl.where(nothing, float("-inf"), (most + tl.log2(total) - SHIFT) * LN2)
     acc /= tl.where(nothing, 1.0, total)[:, None]
     if p.v_scale_ptr is not None:
         acc *= tl.load(p.v_scale_ptr + g * p.V_SCALES)

@@ -93,8 +93,8 @@ def flash_decode(
     in multi-head latent attention.
     k_scale, v_scale: fp32, of one element, or (KV heads,). The keys are k_cache * k_scale, the values v_cache *
     v_scale, each rank's its own; 1 where None. Without a v_cache V has k_scale, and v_scale must be None. fp8 is
-    multiplied in q's dtype, which holds all its numbers, so the result is that of the dequantised cache. fp8 caches
-    have not run on GPUs.
+    multiplied in q's dtype, or in fp16 where q is bf16: both hold all its numbers, so the result is that of the
+    dequantised cache. For fp16 each row of q is divided by a power of two, which the scores are multiplied with.
     block_table: int32 (B, pages of a sequence), the pages in which this rank's keys of each sequence lie, in the
     order of its keys. Nothing checks that they exist. Ranks may differ in pages, and in pages of a sequence.
     seq_lens: int32 (B, SQ), how many of this rank's keys each query token sees: the first so many, as any causal rule
@@ -124,26 +124,30 @@ def flash_decode(
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
-# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): for heads with keys
-# of their own two small programs an SM, each with three loads on their way; for heads that share keys one large
-# program. fp8 caches were not measured.
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): up to 16 rows that
+# share keys two small programs an SM, for more rows one large one.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
     return call["s"] * (call["h"] // max(call["g"], 1)) == 1
+
+
+def _small(call: Call) -> bool:
+    """Whether the registers and the shared memory of an SM hold two programs."""
+    return rows_of(call) == LEAST_SIDE and call["d"] <= 256
 
 
 def default_block(call: Call) -> int:
     """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128. fp8
     counts as q's dtype, which its numbers have in registers. With 128 keys and more than 16 rows the kernel spills."""
     D, E = call["d"], 0 if call["v_cache"] is None else call["e"]
-    keys = STAGE_BYTES * (1 if _alone(call) else 2) // max((D + E) * call.dtype.itemsize, 1)
+    twice = call["k_cache"].dtype in FP8 if _small(call) else not _alone(call)
+    keys = STAGE_BYTES * (2 if twice else 1) // max((D + E) * call.dtype.itemsize, 1)
     return min(max(1 << keys.bit_length() - 1, LEAST_SIDE), 128 if rows_of(call) <= LEAST_SIDE else 64)
 
 
 def default_stages(call: Call) -> int:
-    """Loads that are on their way at once: of fp8 twice as many, which are as many bytes, if registers hold them."""
-    many = call["k_cache"].dtype in FP8 and call["d"] <= 256
-    return (3 if _alone(call) else 2) * (2 if many else 1)
+    """Loads that are on their way at once."""
+    return 3 if _alone(call) and call["k_cache"].dtype not in FP8 else 2
 
 
 def rows_of(call: Call) -> int:
@@ -155,13 +159,12 @@ def rows_of(call: Call) -> int:
 
 def default_warps(call: Call) -> int:
     """More where rows are long or many, so that they fit into the registers."""
-    return 4 if _alone(call) and rows_of(call) * _padded(call["d"]) <= 1 << 12 else 8
+    return 4 if _small(call) else 8
 
 
 def default_programs(call: Call) -> int:
     """One an SM, or two small ones on a GPU."""
-    two = call.on_gpu and _alone(call) and default_warps(call) == 4
-    return (2 if two else 1) * num_programs(call.world, call.world.num_sms)
+    return (2 if call.on_gpu and _small(call) else 1) * num_programs(call.world, call.world.num_sms)
 
 
 def keys_at_a_time(call: Call, name: str, value: Any) -> Any:
@@ -247,8 +250,9 @@ def _decode(call: Call, fused: bool) -> _Plan:
     columns, rows = _padded(E), rows_of(call)
     d1 = _padded(D) if D <= LEAST_SIDE else 1 << D.bit_length() - 1
     d2 = 0 if d1 >= D else _padded(D - d1)
-    take = min(max(TAKEN // columns, 1), rows)
     programs = call["programs"]
+    share = triton.next_power_of_2(triton.cdiv(B * SQ * H, programs))  # rows of a program, if all merge
+    take = min(max(TAKEN // columns, 1), rows, max(share, 1))
     words, room = words_of_row.fn(columns, 1), 0
     if fused:
         memory, flags, room = flagged.slots_of(world, world.size * B * SQ * H * words)

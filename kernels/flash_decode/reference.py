@@ -84,22 +84,30 @@ def bound(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """A score is off by `wrong`: a sum of D products in fp32, then a few operations. Each weight is a power of two of
     that score less the greatest, so its relative error is twice as much, with exp2's own; it is rounded to the dtype
-    before it is multiplied with V. Sums over n keys round n times. Merging rounds a few times more."""
+    before it is multiplied with V. Sums over n keys round n times. Merging rounds a few times more. With fp8 caches and
+    q in bf16 both are multiplied in fp16: q, a row of which is less than 2 there, loses up to 2 ** -25 of its greatest
+    element. Weights in fp16 are times 2 ** 15, and lose up to 2 ** -25 of that."""
     caches, scales = (q, k_cache, v_cache, block_table, seq_lens), (k_scale, v_scale)
     exact, lse = reference(rank, *caches, sinks, *scales, v_dim, scale, soft_cap)
     off, off_lse = torch.zeros_like(exact), torch.zeros_like(lse)
-    heads, parts = exact.shape[2], 8 + len(block_table)
+    heads, parts, squeezed = exact.shape[2], 8 + len(block_table), dtype == torch.bfloat16 and k_cache[0].itemsize == 1
     for b, s, x, k, v in _rows(*caches, *scales, v_dim):
         sink = torch.zeros(heads, device=x.device) if sinks is None else sinks[0].abs().nan_to_num(0, 0, 0)
         size = _scores(x.abs(), k.abs(), abs(scale) if scale is not None else None, None)
         largest = size.amax(-1).flatten() if size.shape[-1] else lse.new_zeros(heads)
         largest = largest + sink.double().flatten()
         wrong = (x.shape[-1] + 8) * FP32 * largest + (0 if soft_cap is None else soft_cap * 2.0**-20)
+        if squeezed:
+            same = x.abs().amax(-1, keepdim=True).expand_as(x) if x.shape[-1] else x
+            lost = _scores(same, k.abs(), abs(scale) if scale is not None else None, None)
+            wrong = wrong + 2.0**-25 * (lost.amax(-1).flatten() if lost.shape[-1] else 0)
         count = (size.shape[-1] + 4 * parts) * FP32
         relative = torch.expm1(2 * wrong + 16 * FP32) + count
         score = _scores(x, k, scale, soft_cap)
         weights = torch.exp(score - lse[b, s].reshape(*score.shape[:2], 1)).nan_to_num()
         magnitude = _attended(weights, v.abs(), heads, exact.shape[-1])
         off[b, s] = (2 * relative[:, None] + UNIT[dtype]) * magnitude
+        if squeezed or dtype == torch.float16:
+            off[b, s] += _attended(2.0**-40 * torch.ones_like(score), v.abs(), heads, exact.shape[-1])
         off_lse[b, s] = 2 * relative + 4 * FP32 * lse[b, s].abs().nan_to_num(0, 0, 0)
     return off + roundings * UNIT[dtype] * (exact.abs() + off) + TINY[dtype], off_lse

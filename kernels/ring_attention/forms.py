@@ -101,8 +101,9 @@ def ring_attention(
     return_lse: also return the natural logarithm of the sum of exponentials, fp32 (B, H, S), packed (H, S).
 
     mode: a form that the top of kernels/ring_attention/forms.py describes; "fused" where None, until "parts" has run
-        on GPUs. "parts" is for GPUs bound by compute: torch's attention by cuDNN or FlashAttention, so bf16 or fp16
-        and D a multiple of 8 there, and no cu_seqlens, no window and no padding. Its gradients are then torch's, too, if return_lse is False.
+        on GPUs. "parts" is for GPUs bound by compute: torch's attention by cuDNN or FlashAttention. There it takes bf16
+        and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or padding. Its gradients are then torch's,
+        too, if return_lse is False.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
     "fused" and "copy", rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries
     of a task and keys of a step, powers of two from 16. The same on every rank.

@@ -1,5 +1,5 @@
-"""`pkt.ulysses_attention`: its declaration in `forms`, its kernel in `kernel`, and in `local` attention of whole
-sequences by torch, with its gradients."""
+"""`pkt.ulysses_attention`: its declaration in `forms`, its kernel in `kernel`, its copies in `groups`, the
+choice of a form in `rules`, and in `local` attention of whole sequences by torch, with its gradients."""
 
 from .forms import OPERATOR, ulysses_attention
 

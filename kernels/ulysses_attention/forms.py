@@ -7,6 +7,8 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
     other, and signal. The others take BLOCK_M queries of a head whose group has arrived from all ranks, so that the
     first groups are computed with while the others travel. Each finished tile goes to the rank of its positions: into
     its `out` if that is symmetric, else into an inbox, from which that rank copies it.
+copy: copy engines push one group of heads after the other, torch attends to each group that has arrived, and copy
+    engines take its result home meanwhile, see `groups`. All SMs compute.
 unfused: pkt's all-to-all of q, k and v, torch's attention, and pkt's all-to-all of the result.
 
 H heads of queries share KV heads of keys and values. Each rank has H / size heads of queries. A head of keys goes to
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import triton
@@ -44,8 +46,11 @@ from ..ring_attention import exact, sequence
 from ..shared import attention
 from ..shared.checks import FLOATS, check_tensor
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
+from . import rules
+from .groups import copied, window
+from .heads import heads_of, is_group
 from .kernel import Exchange, exchange_kernel
-from .local import Local, repeated
+from .local import Local
 
 CALL = "ulysses_attention"
 NUM_COMM_SMS = 16
@@ -84,7 +89,7 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
-    mode: Literal["push", "unfused"] | None = None,
+    mode: Literal["push", "copy", "unfused"] | None = None,
     num_comm_sms: int | None = None,
     heads: int | None = None,
     chunk: int | None = None,
@@ -108,50 +113,30 @@ def ulysses_attention(
         p - left to p + right; -1 for no limit on a side.
     scale: of the scores, a positive number; 1 / sqrt(D) where None.
 
-    mode: a form that the top of kernels/ulysses_attention/forms.py describes; "unfused" where None, until "push" has
-    been measured. For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. heads: heads of
-    queries in a group, which divides the H / size of a rank, and is a divisor or a multiple of those that share a head
-    of keys there; by default as few as make 8 groups. chunk: rows of a group that travel with one signal, by default
-    512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16.
-    The same on every rank.
+    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy" and
+    "unfused" with the least predicted time (kernels/ulysses_attention/rules.py); with cu_seqlens or window "unfused";
+    where `heads` is given "copy".
+    heads: for "push" and "copy": heads of queries in a group, which divides the H / size of a rank, and is a divisor or
+    a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in "copy" the
+    number with the least predicted time.
+    For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. chunk: rows of a group that travel
+    with one signal, by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a
+    step, powers of two from 16. The same on every rank.
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
-    multiplied with v. In "unfused" this is up to torch. A row that sees no key is 0. Returns `out`, complete; the
-    operands may be overwritten at once. Tensors may have any strides. It has run on ranks that share one H200, not on
-    several GPUs.
+    multiplied with v. In "copy" and "unfused" this is up to torch. A row that sees no key is 0. Returns `out`,
+    complete; the operands may be overwritten at once. Tensors may have any strides. It has run on ranks that share one
+    H200, not on several GPUs.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
-    of q for the result. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    of q for the result, which in "copy" a symmetric `out` saves. Raises ShapeError, DtypeError, CollectiveMismatch,
+    Unsupported.
     """
     values = (causal, scale, window, mode, num_comm_sms, heads, chunk, tiles)
     return OPERATOR((q, k, v, out, cu_seqlens), values, world)
 
 
 # --------------------------------------------------------------------------------------------------------- checks
-class Heads(NamedTuple):
-    """Of a rank: heads of queries, heads of keys, and how often each of k's heads is repeated for all ranks."""
-
-    queries: int
-    keys: int
-    repeats: int
-
-    @property
-    def sharing(self) -> int:
-        """Heads of queries that share one of keys."""
-        return self.queries // self.keys
-
-    def repeated(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """(B, S, heads, D) with heads of keys as often as ranks need them; heads of queries as they are."""
-        return repeated(x, self.repeats) if x.shape[2] == kv_heads else x
-
-
-def heads_of(heads: int, kv_heads: int, size: int) -> Heads:
-    """So many heads of keys that those of queries that share one lie together on one rank."""
-    queries = heads // size
-    sharing = math.gcd(queries, heads // kv_heads)
-    return Heads(queries, queries // sharing, heads // kv_heads // sharing)
-
-
 def _shape(call: Call) -> tuple[int, ...]:
     """The shape of the result; learns its sizes. Raises ShapeError."""
     shape = attention.shape(call)
@@ -166,11 +151,7 @@ def default_heads(call: Call) -> int:
     if not call["h"]:
         return 1
     held = heads_of(call["h"], call["g"], call.world.size)
-    return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and _are_group(n, held))
-
-
-def _are_group(n: int, held: Heads) -> bool:
-    return held.queries % n == 0 and (n % held.sharing == 0 or held.sharing % n == 0)
+    return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and is_group(n, held))
 
 
 def default_tiles(call: Call) -> attention.Tiles:
@@ -189,7 +170,7 @@ def tiles_on(capability: tuple[int, int], call: Call) -> attention.Tiles:
 def _settled(call: Call) -> dict[str, Any]:
     """The settings, which must suit the heads."""
     held = heads_of(call["h"], call["g"], call.world.size) if call["h"] else None
-    if held and not _are_group(call["heads"], held):
+    if held and not is_group(call["heads"], held):
         wanted = f"a divisor of {held.queries} and a divisor or a multiple of {held.sharing}"
         raise call.refuse("heads", call["heads"], wanted)
     return call.settings
@@ -253,18 +234,17 @@ def _push(call: Call) -> Launch:
     return launch
 
 
+def _copied(call: Call) -> Launch:
+    return copied(call, Local(_view(call), _scale(call)))
+
+
 def _unfused(call: Call) -> Launch:
     world, size, out = call.world, call.world.size, call["out"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     held, local = heads_of(h, g, size), Local(_view(call), _scale(call))
     whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
 
-    def make(name: str, shape: tuple[int, ...]) -> SymmetricTensor:
-        return world.keep(
-            (CALL, name, shape, call.dtype), lambda: empty(*shape, dtype=call.dtype, name=f"{CALL}.{name}", world=world)
-        )
-
-    inboxes = [make(name, shape) for name, shape in whole.items()]
+    inboxes = [window(call, name, shape) for name, shape in whole.items()]
     plain = [x.plain() for x in inboxes]
 
     def sent(x: torch.Tensor) -> torch.Tensor:
@@ -274,7 +254,7 @@ def _unfused(call: Call) -> Launch:
         ALL_TO_ALL.planned(world, sent(call[name]), to, scatter=2, gather=1) for name, to in zip("qkv", inboxes)
     ]  # fmt: skip
     # Peers store into a symmetric `out`, and otherwise load from a symmetric result.
-    result = None if isinstance(out, SymmetricTensor) else make("results", whole["q"])
+    result = None if isinstance(out, SymmetricTensor) else window(call, "results", whole["q"])
     like = torch.empty(whole["q"], dtype=call.dtype, device=world.torch_device) if result is None else result
     back = ALL_TO_ALL.planned(world, like, out.view(b, s, h, d), scatter=1, gather=2)
 
@@ -351,12 +331,17 @@ OPERATOR = Operator(
                 "num_comm_sms": NUM_COMM_SMS, "heads": default_heads, "chunk": CHUNK, "tiles": default_tiles,
             },
         ),
+        "copy": Form(
+            _copied, "copy engines push groups of heads, torch attends to each that has arrived",
+            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees, complete=_settled, small={"heads": 1},
+            settings={"heads": rules.default_heads},
+        ),
         "unfused": Form(
             _unfused, "`pkt.all_to_all` of q, k and v, torch's attention, and `pkt.all_to_all` back",
             "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees,
         ),
     },
-    default=lambda call: "unfused",
+    default=rules.default,
     reference=reference,
     bound=bound,
     backward=Backward(
@@ -366,6 +351,8 @@ OPERATOR = Operator(
     cases=(
         Case(shapes=SHAPES, arguments={"mode": "push", "causal": True}, out="new", ranks=2),
         Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "push"}, ranks=2),
+        Case(shapes={"q": "1 3 W*2 4", "k": (1, 3, 1, 4), "v": (1, 3, 1, 4)}, arguments={"mode": "copy"}, out="new"),
+        Case(shapes=SHAPES, arguments={"mode": "copy", "causal": True}, explore=False),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1)}, explore=False),
     ),
 )  # fmt: skip

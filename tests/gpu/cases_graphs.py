@@ -18,6 +18,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
+from pkt.runtime.gpu.driver import CudaDriver
 
 BLOCK = 256
 WIDE = 2048  # elements for each program of a kernel that fills or checks a matrix
@@ -480,3 +481,20 @@ def recorded(world: Any, nbytes: int) -> list[bool]:
         values = [found("cuGraphKernelNodeGetAttribute", node, attribute)[0] for node in nodes]
     world.barrier()
     return [bool(value.cooperative) for value in values]
+
+
+def written_beside(world: Any) -> None:
+    """A graph is whole although words are written, and the drivers of closed worlds are freed, while it is recorded."""
+    backend, x = world.backend, torch.zeros(1, dtype=torch.int32)
+    drivers = [CudaDriver(world.rank) for _ in range(33)]  # torch has 32 streams
+    for driver in drivers:
+        driver.write_words(x.data_ptr(), [1], backend.device_index)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        y = x + 1
+        drivers.clear()
+        del driver
+        backend.driver.write_words(x.data_ptr(), [5], backend.device_index)
+    torch.empty(64, device="cpu", pin_memory=True)  # torch looks which pages it may use again
+    graph.replay()
+    assert y.item() == 6

@@ -11,6 +11,7 @@ from tests.gpu.cases_graphs import (
     replays,
     skewed,
     two_streams,
+    written_beside,
 )
 from tests.gpu.run import launch, on_ranks, scaled
 
@@ -55,3 +56,8 @@ def test_two_streams(operators: bool, ranks: int) -> None:
 @pytest.mark.parametrize("nbytes", [1 << 14, 1 << 24])
 def test_no_kernel_of_an_operator_is_cooperative_in_a_graph(nbytes: int, ranks: int) -> None:
     assert launch(recorded, ranks, nbytes) == [[False, True]] * ranks
+
+
+@on_ranks(1, 2)
+def test_words_are_written_while_a_graph_is_recorded(ranks: int) -> None:
+    launch(written_beside, ranks)

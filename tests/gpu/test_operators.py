@@ -31,7 +31,8 @@ def gpu_cases(name: str, mode: str) -> list[Case]:
     cases, own = list(inputs.cases_of(operator, mode)), [case for case in operator.cases if case.large]
     if own:
         fit = [c for c in own if mode == c.arguments.get("mode", mode) and math.prod(c.large.values()) <= MOST_WORK]
-        return cases + [Case(sizes=case.large, arguments={**case.arguments, "mode": mode}) for case in fit]
+        larger = [Case(sizes=case.large, arguments={**case.arguments, "mode": mode}) for case in fit]
+        return cases + [case for at, case in enumerate(larger) if case not in larger[:at]]
     letters = [] if operator.most else inputs.letters_of(operator)
     return cases + [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
 

@@ -52,7 +52,7 @@ def on_ranks(
 def random(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:
     """Standard normal, the same for the same seed on every rank."""
     generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFF)
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
 def inputs(world: Any, shape: Sequence[int], dtype: torch.dtype, launch: int) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ from pkt.kernels.all_to_all import reference as exchanged
 from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.kernels.shared import copies as _copies
 from pkt.kernels.shared import copy_reduce as _copy_reduce
+from pkt.kernels.ulysses_attention import groups as _groups
+from pkt.kernels.ulysses_attention import ulysses_attention
 from tests.conformance.inputs import seed_of, whole
 
 from .helpers import on_ranks
@@ -96,6 +98,19 @@ def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.cat([whole((40, 16), s) for s in seed])
 
 
+def attend(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """With q + v in the place of attention."""
+    q = whole((1, 3, 2 * world.size, 4), seed[world.rank])
+    out = world.keep("out", lambda: pkt.empty(q.shape))
+    return ulysses_attention(q, q, 2 * q, out, mode="copy", heads=1), 3 * q
+
+
+def added(local: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
+    found = torch.full(q.shape, float("nan"))
+    pkt.init().keep("queue", Queue).add(lambda: torch.add(q, v, out=found))
+    return found
+
+
 ORDERS: dict[str, Callable[[str, int], float]] = {
     "the current stream first": lambda stream, rank: stream == "side",
     "the side first": lambda stream, rank: stream == "current",
@@ -116,7 +131,8 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
     monkeypatch.setattr(_copies, "beside", beside)
-    for module in (_copies, _copy_reduce, _all_gather_matmul):
+    monkeypatch.setattr(_groups.Local, "attend", added)
+    for module in (_copies, _copy_reduce, _all_gather_matmul, _groups):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
     random.seed(order)
 
@@ -136,18 +152,19 @@ def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch:
 
 
 @pytest.mark.parametrize("order", ["the side first", "the side first, but on rank 0"])
-def test_a_product_beside_its_copies(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product waits for the peers' copies. In this model a kernel that is queued first ends first, so not all ranks
-    may compute first."""
-    in_order(monkeypatch, multiply, order)
+@pytest.mark.parametrize("call", [multiply, attend])
+def test_computing_beside_copies(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels wait for the peers' copies. In this model a kernel that is queued first ends first, so not all ranks may
+    compute first."""
+    in_order(monkeypatch, call, order)
 
 
 EARLY = {"behind": "the side first", "reach": "the current stream first"}
 
 
 @pytest.mark.parametrize("lost", ["behind", "reach"])
-@pytest.mark.parametrize("call", [exchange, scatter, reduce, multiply])
+@pytest.mark.parametrize("call", [exchange, scatter, reduce, multiply, attend])
 def test_every_edge_is_needed(call: Callable, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = "the side first, but on rank 0" if call is multiply and lost == "reach" else EARLY[lost]
+    order = "the side first, but on rank 0" if call in (multiply, attend) and lost == "reach" else EARLY[lost]
     with pytest.raises((pkt.PktError, AssertionError)):
         in_order(monkeypatch, call, order, lost)

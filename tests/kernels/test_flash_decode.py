@@ -113,11 +113,13 @@ def test_sinks_caps_and_latent_caches(size: float) -> None:
     ids=str,
 )
 def test_fp8_caches(cache: torch.dtype, dtype: torch.dtype, mode: str) -> None:
-    """Right as of the dequantised cache, which each rank scales in its own way. In fp32 a rounded key would be seen."""
+    """Right as of the dequantised cache, which each rank scales in its own way. In fp32 a rounded key would be seen. In
+    bf16 a head of q is beyond fp16's range, in which it is multiplied."""
 
     def run(world: Any) -> None:
         every = operands(7, [[[9, 10]], [[38, 40]]], 4, 2, 24, 16, 0.5, cache=cache)
-        every["q"] = [q.to(dtype) for q in every["q"]]
+        sizes = torch.tensor([1, 2.0**17 if dtype == torch.bfloat16 else 1, 0.25, 1])
+        every["q"] = [(q * sizes[:, None]).to(dtype) for q in every["q"]]
         heads, whole = [torch.tensor([0.25, 3.0]), torch.tensor([1.5, 0.5])], [torch.tensor(2.5), torch.tensor([0.5])]
         for k_scale, v_scale in ((heads, heads[::-1]), (whole[:1] * 2, None), (None, whole[1:] * 2)):
             check(world, every | {"k_scale": k_scale, "v_scale": v_scale}, {}, mode=mode, programs=3)

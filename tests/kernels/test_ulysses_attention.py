@@ -12,13 +12,15 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.ulysses_attention import forms, local
+from pkt.kernels.ulysses_attention import forms, groups, local, rules
+from pkt.kernels.ulysses_attention.heads import heads_of, is_group
 from tests.kernels.helpers import UNIT, on_ranks
 
 from .launches import compile_checked, launched
 
 RANKS, ROWS, D = 2, 21, 12
 SMALL = {"mode": "push", "tiles": (16, 16), "chunk": 16, "num_comm_sms": 3}  # a group has two pieces
+COPY = {"mode": "copy"}
 ENDS = torch.tensor([0, 3, 3, 20, 31], dtype=torch.int32)  # one crosses the ranks, one is empty, some rows have none
 
 
@@ -58,11 +60,16 @@ def test_each_head_finds_its_keys() -> None:
         heads = size * queries
         if heads % kv_heads:
             continue
-        held = forms.heads_of(heads, kv_heads, size)
+        held = heads_of(heads, kv_heads, size)
         assert size * held.keys == held.repeats * kv_heads
         for rank, i in itertools.product(range(size), range(queries)):
             sent = rank * held.keys + i // held.sharing
             assert sent // held.repeats == (rank * queries + i) // (heads // kv_heads)
+        for n in (n for n in range(1, queries + 1) if is_group(n, held)):
+            cut = groups.groups_of(held, n)
+            assert [i for group in cut for i in group.queries] == list(range(queries))
+            assert [j for group in cut if group.first for j in group.keys] == list(range(held.keys))
+            assert all({i // held.sharing for i in group.queries} == set(group.keys) for group in cut)
         if kv_heads % size == 0 or size % kv_heads == 0:  # no rank gets a head of keys twice
             assert held.keys == max(kv_heads // size, 1)
 
@@ -76,17 +83,21 @@ def test_each_head_finds_its_keys() -> None:
         (4, 8, 2, None, True),  # fewer heads of keys than ranks
     ],
 )
-def test_groups_of_heads(size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool) -> None:
+@pytest.mark.parametrize("keywords", [SMALL, COPY], ids=["push", "copy"])
+def test_groups_of_heads(
+    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, keywords: dict[str, Any]
+) -> None:
     batch = 2 if size == 3 else 1
-    check(operands(1, heads, kv_heads, size, batch), symmetric, batch, causal=size == 3, heads=group, **SMALL)
+    check(operands(1, heads, kv_heads, size, batch), symmetric, batch, causal=size == 3, heads=group, **keywords)
 
 
 def test_heads_that_make_no_group_are_refused() -> None:
     def run(world: Any) -> None:
         q, k, v = (xs[0] for xs in operands(2, 12, 3))
-        for heads, said in ((3, "wanted a divisor of 6 and a divisor or a multiple of 2"), (0, "wanted at least 1")):
+        wrong = (3, "wanted a divisor of 6 and a divisor or a multiple of 2"), (0, "wanted at least 1")
+        for (heads, said), mode in itertools.product(wrong, ("push", "copy")):
             with pytest.raises(pkt.ShapeError, match=f"heads: found {heads}, {said}"):
-                pkt.ulysses_attention(q, k, v, mode="push", heads=heads)
+                pkt.ulysses_attention(q, k, v, mode=mode, heads=heads)
         with pytest.raises(pkt.ShapeError, match="q: found .*, wanted a number of heads that 2 ranks divide"):
             pkt.ulysses_attention(q[:, :, :3], k, v)
         with pytest.raises(pkt.ShapeError, match="wanted a number of heads that divides q's 12"):
@@ -104,7 +115,33 @@ def test_groups_by_default() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- results
-@pytest.mark.parametrize("keywords", [SMALL, {"mode": "unfused"}], ids=["push", "unfused"])
+def planned(size: int, heads: int, kv_heads: int, positions: int, **arguments: Any) -> Call:
+    """A call in bf16 with D = 128, of `positions` in all."""
+    q = torch.empty(1, positions // size, heads, 128, dtype=torch.bfloat16, device="meta")
+    named = {"causal": False, "window": None, **arguments}
+    call = Call("", SimpleNamespace(size=size), {"q": q, "cu_seqlens": named.pop("cu_seqlens", None)}, named, {}, None)
+    call.sizes = {"b": 1, "s": positions // size, "h": heads, "g": kv_heads, "d": 128}
+    return call
+
+
+def test_the_form_by_default() -> None:
+    """By predicted time, so that the first exchange and the last way home are short and the groups are few."""
+    long = planned(2, 128, 128, 16384)
+    assert rules.default(long) == "copy"
+    best = rules.default_heads(long)
+    assert 1 < best < 64
+    assert rules.seconds_copied(long, best) < min(rules.seconds_copied(long, n) for n in (1, 64))
+    assert rules.default(planned(2, 128, 128, 16384, cu_seqlens=ENDS)) == "unfused"
+    assert rules.default(planned(2, 128, 128, 16384, window=(9, 0))) == "unfused"
+    assert rules.default(planned(1, 64, 64, 16384)) == "unfused"  # nothing to exchange
+    assert rules.default(planned(8, 64, 8, 1024)) == "unfused"  # many copies of little
+    empty = planned(2, 128, 128, 0)
+    assert (rules.default(empty), rules.default_heads(empty)) == ("unfused", 1)
+    empty.given["heads"] = 2
+    assert rules.default(empty) == "copy"
+
+
+@pytest.mark.parametrize("keywords", [SMALL, COPY, {"mode": "unfused"}], ids=["push", "copy", "unfused"])
 def test_documents_of_any_lengths(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "MASK", 600)  # 14 queries a mask
     packed = [[x[0] for x in xs] for xs in operands(3, 4, 2)]

@@ -158,12 +158,12 @@ def exchange_kernel(x, out, slots, flags, world, N: tl.constexpr, HALVES: tl.con
         tl.store(out + r * N + i, value, mask=i < N)
 
 
-def exchange(world: Any, halves: int = 2, how: str = "each") -> None:
-    slots, launches = pkt.zeros((2 * world.size * N, 2), dtype=torch.int32), pkt.signals(1)
-    for launch in range(3):
+def exchange(world: Any, halves: int = 2, how: str = "each", launches: int = 3) -> None:
+    slots, flags = pkt.zeros((2 * world.size * N, 2), dtype=torch.int32), pkt.signals(1)
+    for launch in range(launches):
         x = torch.arange(N, dtype=torch.int32) + 100 * world.rank + 1000 * launch
         out = torch.zeros(world.size * N, dtype=torch.int32)
-        exchange_kernel[(1,)](x, out, slots, launches, world.device, N, halves, how)
+        exchange_kernel[(1,)](x, out, slots, flags, world.device, N, halves, how)
         assert out.tolist() == [1000 * launch + 100 * r + i for r in range(world.size) for i in range(N)]
 
 

@@ -8,6 +8,7 @@ import torch
 from cuda.bindings import driver as bindings
 
 from pkt.errors import DriverError
+from pkt.runtime.gpu import driver as gpu_driver
 from pkt.runtime.gpu import nvml
 from pkt.runtime.gpu.driver import CudaDriver
 
@@ -293,3 +294,32 @@ def test_an_error_ends_the_recording(captured, monkeypatch, broken):
     with pytest.raises(ZeroDivisionError):
         driver.record(lambda: 1 // 0)
     assert [name for name, _ in captured.calls] == ["begin", "end"]
+
+
+def test_words_are_written_on_a_stream_of_their_own(recorded, monkeypatch):
+    """torch's streams and copies would leave traces in a graph that somebody records meanwhile."""
+    modes, empty = bindings.CUstreamCaptureMode, torch.empty
+    monkeypatch.setattr(gpu_driver, "_sides", {})
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **named: empty(*shape, **named))
+    recorded.answers = {
+        "cuCtxGetCurrent": (bindings.CUcontext(5),),
+        "cuStreamCreate": (bindings.CUstream(6),),
+        "cuThreadExchangeStreamCaptureMode": (modes.CU_STREAM_CAPTURE_MODE_GLOBAL,),
+    }
+    CudaDriver(rank=1).write_words(1 << 40, [7, -8], 3)
+    page = gpu_driver._sides[3][2]
+    assert page[:2].tolist() == [7, -8]
+    written = [
+        ("cuCtxPushCurrent", (5,)),
+        ("cuThreadExchangeStreamCaptureMode", (modes.CU_STREAM_CAPTURE_MODE_RELAXED,)),
+        ("cuMemcpyHtoDAsync", (1 << 40, page.data_ptr(), 8, 6)),
+        ("cuStreamSynchronize", (6,)),
+        ("cuThreadExchangeStreamCaptureMode", (modes.CU_STREAM_CAPTURE_MODE_GLOBAL,)),
+        ("cuCtxPopCurrent", ()),
+    ]
+    assert recorded.calls == [("cuInit", (0,)), ("cuCtxGetCurrent", ()), ("cuStreamCreate", (1,)), *written]
+    driver = CudaDriver(rank=1)
+    recorded.calls.clear()
+    driver.write_words(1 << 40, [7, -8], 3)
+    assert recorded.calls == written, "the next driver of the process uses the same stream and page"

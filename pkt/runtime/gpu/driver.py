@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from pkt.runtime.gpu import nvml
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 Shared = int | bytes  # a file descriptor, or a fabric handle
+_sides: dict[int, tuple[int, int, torch.Tensor]] = {}  # device -> what `write_words` writes with
+_writing = threading.Lock()
 _storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: other releases may lack it
 _REMEDY = {
     2: "free memory on this GPU, or lower heap= or PKT_HEAP",
@@ -51,10 +53,8 @@ class CudaDriver:
 
         self.rank, self.fabric = rank, False
         self._cuda = driver
-        self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> an empty tensor, to make others from
         self._first: torch.cuda.CUDAGraph | None = None  # the first recording, which owns the memory of all
-        self._lock = threading.Lock()
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -231,32 +231,48 @@ class CudaDriver:
 
     def forget(self, graph: int) -> None:
         """Give a graph back; a replay that runs goes on to its end."""
-        # It may happen whenever Python collects garbage, so also while the user records a graph, which it may not end.
-        mode = self._call(
-            "cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        )
-        try:
+        with self._beside_captures():  # it may happen whenever Python collects garbage
             self._call("cuGraphExecDestroy", graph)
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)
 
     def write_words(self, address: int, words: list[int], device: int) -> None:
         """Write int32 words while kernels run, from any thread; returns when they are written."""
-        # On a stream of its own, because the current one may hold kernels that spin until these words arrive. Stream
-        # and pinned page are made at the first call, before any kernel runs, because making them may wait for kernels.
-        with self._lock, torch.cuda.device(device):
-            if self._side is None:
+        with _writing:
+            context, stream, page = self._side(device)
+            self._call("cuCtxPushCurrent", context)  # a new thread has none
+            try:
+                with self._beside_captures():
+                    page[: len(words)] = torch.tensor(words, dtype=torch.int32, device="cpu")
+                    self._call("cuMemcpyHtoDAsync", address, page.data_ptr(), 4 * len(words), stream)
+                    self._call("cuStreamSynchronize", stream)
+            finally:
+                self._call("cuCtxPopCurrent")
+
+    def _side(self, device: int) -> tuple[int, int, torch.Tensor]:
+        """The device's context, a stream that nobody else has, and a pinned page: this process keeps them. The first
+        call for a device makes them, before any kernel runs, because that may wait for kernels."""
+        # torch lends each of its streams to many. One of them may record a graph, and what is queued on it is recorded.
+        # Nor does torch copy the page: when it frees such a page, it records an event on the stream of the copy.
+        if device not in _sides:
+            flag = int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            with torch.cuda.device(device):
                 page = torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True)
-                self._side = torch.cuda.Stream(device), page
-            stream, page = self._side
-            source = page[: len(words)]
-            source.copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
-            with torch.cuda.stream(stream):
-                self.view(address, 4 * len(words), device).view(torch.int32).copy_(source, non_blocking=True)
-            stream.synchronize()
+                context, stream = self._call("cuCtxGetCurrent"), self._call("cuStreamCreate", flag)
+            _sides[device] = int(context), int(stream), page
+        return _sides[device]
+
+    @contextlib.contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Calls of this thread end no graph that the process records at the moment."""
+        mode = self._call(
+            "cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     # -- multicast
     def _multicast(self, devices: int, nbytes: int) -> Any:

@@ -1,0 +1,150 @@
+"""The form "copy": copy engines move heads group by group, and torch attends to each group that has arrived.
+
+A rank's stream for copies sends its peers their first groups, then their second ones, ..., and a number behind each
+group. The current stream waits for a group of all ranks and attends to it. The stream for copies takes the group's
+results home while the current stream is at the next group. So no SM moves what peers need, and what nothing hides is
+the exchange of the first group and the results of the last one.
+
+Ranks meet when a launch ends, and not when it begins: when all results are at home, all heads have been read. A rank's
+results of the next launch follow the first group of all ranks, so nobody is still at the results of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+
+from ..declaration import Call, Launch
+from ..shared import copies
+from .heads import Heads, heads_of
+from .local import Local
+
+
+@triton.jit
+def arrived_kernel(
+    ready_ptr,  # int32 (size,) on every rank; [r] is the number of the last launch whose copies rank r has sent here
+    number_ptr,  # int32, this rank's: the number of this launch
+    world,
+):
+    """All peers' copies of this launch are here."""
+    number = tl.load(number_ptr)
+    for i in range(1, world.size):
+        pl.wait(ready_ptr + (tl.cast(world.rank, tl.int32) + i) % world.size, number, world)
+
+
+class Group(NamedTuple):
+    """Some of a rank's heads."""
+
+    queries: range
+    keys: range
+    first: bool  # these heads of keys are in no group before
+
+
+def groups_of(held: Heads, n: int) -> list[Group]:
+    """Groups of n heads of queries, see `is_group`."""
+    starts, share = range(0, held.queries, n), held.sharing
+    return [Group(range(i, i + n), range(i // share, -(-(i + n) // share)), i % share == 0) for i in starts]
+
+
+def window(call: Call, name: str, shape: tuple[int, ...]) -> SymmetricTensor:
+    """A symmetric tensor for all calls with such operands. Collective."""
+    world, dtype = call.world, call.dtype
+    return world.keep(
+        (call.name, name, shape, dtype), lambda: empty(*shape, dtype=dtype, name=f"{call.name}.{name}", world=world)
+    )
+
+
+def copied(call: Call, local: Local) -> Launch:
+    """The plan."""
+    world, itemsize, out = call.world, call.dtype.itemsize, call["out"]
+    rank, size = world.rank, world.size
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    held = heads_of(h, g, size)
+    groups = groups_of(held, call["heads"])
+    each = {"q": (held.queries, 1), "k": (held.keys, held.repeats), "v": (held.keys, held.repeats)}
+    inboxes = {name: window(call, name, (b, size * s, n, d)) for name, (n, _) in each.items()}
+    home = None if isinstance(out, SymmetricTensor) else window(call, "home", (b, s, h, d))
+
+    def make() -> SymmetricTensor:  # [g * size + r] is the last launch whose group g rank r has sent here
+        return signals(len(groups) * size + 1, name=f"{call.name}.groups", world=world)
+
+    counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
+    number, side = counters[-1:], copies.Side(world)
+
+    def sent(name: str, peer: int, heads: range) -> copies.Send:
+        """What moves this rank's positions of some heads of `peer` there."""
+        n, repeats = each[name]
+        theirs = copies.layout(b, size * s, n, d)[:, rank * s : (rank + 1) * s]
+        mine, width, boxes = copies.layout(b, s, size * n // repeats, d), len(heads) if repeats == 1 else 1, []
+        for i in heads[::width]:
+            target, source = theirs.narrow(2, i, width), mine.narrow(2, (peer * n + i) // repeats, width)
+            boxes += copies.boxes(peer, target.flatten(2), source.flatten(2), itemsize)
+        return copies.sending(world, boxes, inboxes[name])
+
+    def returned(heads: range, owner: int) -> list[copies.Box]:
+        """What moves the results of a group to the rank of their positions."""
+        found = copies.layout(b, size * s, len(heads), d)[:, owner * s : (owner + 1) * s]
+        target = copies.layout(b, s, h, d).narrow(2, rank * held.queries + heads.start, len(heads))
+        return copies.boxes(owner, target.flatten(2), found.flatten(2), itemsize)
+
+    sends: list[tuple[str, copies.Send]] = []  # the operand that it takes, and what sends it
+    stages = []
+    plain = [x.plain() for x in inboxes.values()]
+    for at, group in enumerate(groups):
+        peers = [(rank + i) % size for i in copies.turn(size, at)]
+        for peer in peers:
+            names = "qkv" if group.first else "q"
+            sends += [(n, sent(n, peer, group.queries if n == "q" else group.keys)) for n in names]
+            sends.append(("this", copies.telling(world, peer, counters, at * size + rank)))
+        back = [box for owner in (*peers, rank) for box in returned(group.queries, owner)]
+        parts = (group.queries, group.keys, group.keys)
+        operands = [x.narrow(2, part.start, len(part)) for x, part in zip(plain, parts)]
+        wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
+        stages.append((wait, counters[at * size :], operands, copies.sent_to(world, back)))
+    own = [sent(name, rank, range(n)) for name, (n, _) in each.items()]
+    meet, this = copies.meeting(world), number.plain()
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        if world.streams is not None:
+            world.streams.follow()  # the world's last call may be on another stream
+        this.add_(1)
+        given = {"q": q, "k": k, "v": v, "this": this}
+        with side.behind() as stream:
+            for name, send in sends:
+                send(given[name], stream)
+        for move, x in zip(own, (q, k, v)):
+            move(x, None)  # all groups, while the first one of the peers travels
+        found = []  # kept until the copies have ended
+        for wait, ready, operands, back in stages:
+            wait(ready, number, world.device)
+            found.append(local.attend(*operands, cu_seqlens).contiguous())
+            with side.behind() as stream:
+                back(found[-1], out if home is None else home, stream)
+        side.reach(side.mark())
+        meet()  # publish: all results are at home; before overwrite: all ranks have read their heads
+        if home is not None:
+            out.view(home.shape).copy_(home.plain())
+        return out
+
+    return replayed(world, launch, choices) if call.dtype.itemsize == 2 else launch
+
+
+def choices() -> Hashable:
+    """torch's settings that its attention in bf16 and fp16 depends on."""
+    of = torch.backends.cuda
+    return (
+        of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled(),
+        of.fp16_bf16_reduction_math_sdp_allowed(),
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""The rule for the form and for its groups: predicted seconds on H200s.
+
+A prediction counts the exchange before the first group, attention of all groups, and the way home of the last group.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pkt.model.calibration import collective_seconds
+from pkt.model.cost import waves
+from pkt.model.gpu import H200, link_rate
+
+from ..declaration import Call
+from .heads import heads_of, is_group
+
+ATTENTION = 650e12
+"""FLOP a second of torch's attention with D = 128 in bf16 on one H200, where all SMs are busy."""
+BLOCK_M = 128
+"""Queries that one SM is assumed to take at a time."""
+STAGE = 10e-6
+"""Seconds from the end of a group's attention to the start of the next one's."""
+
+
+def _attention(call: Call, heads: int) -> float:
+    """Of so many heads of whole sequences. Half of the scores under a causal mask."""
+    S = call.world.size * call["s"]
+    one = 4 * BLOCK_M * S * call["d"] / (ATTENTION / H200.sms)
+    whole = waves(call["b"] * heads * math.ceil(S / BLOCK_M), one, H200.sms)
+    return whole / 2 if call["causal"] else whole
+
+
+def _copies(call: Call, *heads: int) -> float:
+    """Of the copies of so many heads of an operand each to every peer."""
+    sizes = [call["b"] * call["s"] * n * call["d"] * call.dtype.itemsize for n in heads]
+    return (call.world.size - 1) * sum(n / link_rate("copy engine put", 0, n) for n in sizes)
+
+
+def seconds_copied(call: Call, n: int) -> float:
+    """Of "copy" with groups of n heads of queries."""
+    held = heads_of(call["h"], call["g"], call.world.size)
+    groups, keys = held.queries // n, max(n // held.sharing, 1)
+    there, home = _copies(call, n, keys, keys), _copies(call, n)
+    longer = max(groups * _attention(call, n), (groups - 1) * (there + home))
+    return H200.launch + there + longer + groups * STAGE + home + H200.barrier
+
+
+def seconds_unfused(call: Call) -> float:
+    """Of "unfused": four all-to-alls, each of which takes what an all-gather of as many bytes takes, and attention."""
+    size, held = call.world.size, heads_of(call["h"], call["g"], call.world.size)
+    row = call["b"] * call["s"] * call["d"] * call.dtype.itemsize * (size - 1)
+    moved = sum(
+        collective_seconds("all_gather", "pkt", n * row, size)
+        for n in (held.queries, held.keys, held.keys, held.queries)
+    )
+    return H200.launch + moved + _attention(call, held.queries)
+
+
+def default_heads(call: Call) -> int:
+    """The groups with the least predicted time."""
+    if not call["q"].numel():
+        return 1
+    held = heads_of(call["h"], call["g"], call.world.size)
+    return min((n for n in range(held.queries, 0, -1) if is_group(n, held)), key=lambda n: seconds_copied(call, n))
+
+
+def default(call: Call) -> str:
+    """The form with the least predicted time. "copy" where `heads` is given, "unfused" where torch needs masks, which
+    every group would make again."""
+    if "heads" in call.given:
+        return "copy"
+    if not call["q"].numel() or call["cu_seqlens"] is not None or call["window"] is not None:
+        return "unfused"
+    return "copy" if seconds_copied(call, default_heads(call)) < seconds_unfused(call) else "unfused"

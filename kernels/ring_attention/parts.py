@@ -124,7 +124,7 @@ class Ring:
         """By distance d: what queries here see of the keys of rank - d."""
         self.seeing = self._others(lambda d: self._seen((world.rank + d) % size, world.rank))
         """By distance d: what queries of rank + d see of the keys here."""
-        self.sends = [self.copies(d, (world.rank + d) % size, seen, True, inboxes, d - 1) for d, seen in self.seeing]
+        self.sends = [self.to_peer(d, (world.rank + d) % size, seen, True, inboxes, d - 1) for d, seen in self.seeing]
         self.arrived = self.received(inboxes)
 
     def _others(self, seen: Callable[[int], Rectangle | None]) -> list[tuple[int, Rectangle]]:
@@ -140,7 +140,7 @@ class Ring:
             return []
         return [inbox.plain().view(-1, self.b, self.s, self.g, self.d) for inbox in inboxes]
 
-    def copies(
+    def to_peer(
         self, distance: int, peer: int, seen: Rectangle, cut: bool, inboxes: Sequence[SymmetricTensor], at: int
     ) -> tuple[copies.Send, ...]:  # fmt: skip
         """Of the keys of a rectangle and of the values, to their rows of `peer`'s inboxes [distance - 1]; then of the
@@ -154,7 +154,7 @@ class Ring:
         return (*moves, copies.telling(self.world, peer, self.counters, at))
 
     def send(self, to: Sequence[copies.Send], *tensors: torch.Tensor) -> None:
-        """Queue what `copies` made, behind what the current stream has so far."""
+        """Queue what `to_peer` made, behind what the current stream has so far."""
         with self.side.behind() as stream:
             for move, x in zip(to, (*tensors, self.this), strict=True):
                 move(x, stream)
@@ -206,7 +206,7 @@ def planned_backward(call: Call) -> Launch:
     """launch(dout, q, k, v, result, lse, out, dlse, cu_seqlens, dk, dv)."""
     ring, home = Ring(call), windows(call, f"{call.name}.home")
     rank, size = call.world.rank, call.world.size
-    sends = [ring.copies(d, (rank - d) % size, seen, False, home, size - 2 + d) for d, seen in ring.seen]
+    sends = [ring.to_peer(d, (rank - d) % size, seen, False, home, size - 2 + d) for d, seen in ring.seen]
     parts_home = ring.received(home)
 
     def launch(

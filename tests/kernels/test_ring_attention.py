@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 
 import pkt
 from pkt.kernels.ring_attention import exact, sequence
+from pkt.kernels.ring_attention.merge import merge_kernel
+from pkt.kernels.ring_attention.parts import ROWS as ROWS_MERGED
 from pkt.kernels.ring_attention.parts import rectangle
 from pkt.kernels.ring_attention.sequence import LAYOUTS, View
 from pkt.kernels.shared import torch_attention
+from pkt.language.inspect import Pointer, compile_only
 from tests.kernels.helpers import on_ranks
+from tests.kernels.machine_code import resources
 
 RANKS, ROWS, HEADS, KV, D = 2, 37, 4, 2, 12
 SMALL = {"tiles": (16, 16)}
@@ -140,6 +145,13 @@ def test_parts_with_far_apart_keys() -> None:
     check([[64 * x for x in q], [64 * x for x in k], v], torch.bfloat16, causal=True, mode="parts", layout="zigzag")
 
 
+def test_the_merge_of_eight_ranks_spills_no_registers(tmp_path: Path) -> None:
+    outs, lses, out, lse = ((Pointer("bf16", 4096),) * 8, (Pointer("fp32", 4096),) * 8, *map(Pointer, ("bf16", "fp32")))
+    args = (outs, lses, (0, 0, 0, *[384] * 5), out, lse, 768, 16, 128, 128, ROWS_MERGED)
+    usage = resources(compile_only(merge_kernel, *args, arch=90), tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0, usage
+
+
 def test_rectangles_are_what_is_seen() -> None:
     for layout, rows, size, causal in itertools.product(LAYOUTS, (1, 4, 5), (1, 2, 4), (False, True)):
         for rank, source in itertools.product(range(size), repeat=2):
@@ -181,6 +193,12 @@ def test_a_gpu_without_a_kernel_for_the_rows_says_so(monkeypatch: pytest.MonkeyP
     calls = [r for source in range(3) if (r := rectangle(4, "zigzag", True, 1, source))]
     assert torch_attention.kernel_for(x, x, x, calls) is None
     assert len(asked) == 4
+    x = torch.empty(1, 4, 2, 12, device="meta")
+    assert torch_attention.kernel_for(x, x, x, calls) is None
+    assert len(asked) == 4, "FlashAttention would raise for D that is no multiple of 8"
+    x = torch.empty(1, 4, 2, 136, device="meta")
+    asked.clear()
+    assert torch_attention.kernel_for(x, x, x, calls[:2]) is torch_attention.FLASH
 
 
 @pytest.mark.parametrize("mode", ["fused", "unfused"])

@@ -116,6 +116,15 @@ def test_autograd_takes_the_form_of_the_call(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == ["parts"] * 2 + ["fused"] * 2
 
 
+def test_torch_takes_no_gradient_of_lse() -> None:
+    def run(world: Any) -> None:
+        x, lse = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 2)
+        with pytest.raises(pkt.Unsupported, match="rank 0: .*found dlse, which torch's kernel does not take"):
+            pkt.ring_attention_backward(x, x, x, x, x, lse, dlse=lse, mode="parts")
+
+    on_ranks(1, run)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_documents(layout: str) -> None:
     packed = [[x[0] for x in xs] for xs in few(operands(2, rows=37))]

@@ -87,9 +87,10 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
     call = functools.partial(pkt.ring_attention, q, k, v, causal=case.causal, layout=layout)
     small = {} if q.is_cuda else {"tiles": (16, 16)}
     found: dict[str, Run] = {mode: functools.partial(call, mode=mode, **small) for mode in ("fused", "copy", "unfused")}
-    found[f"fused, {BOTH}"] = functools.partial(
-        trained, functools.partial(pkt.ring_attention, causal=case.causal, layout=layout), q, k, v
-    )
+    found["parts"] = functools.partial(call, mode="parts")
+    for mode in ("fused", "parts"):
+        both = functools.partial(pkt.ring_attention, causal=case.causal, layout=layout, mode=mode)
+        found[f"{mode}, {BOTH}"] = functools.partial(trained, both, q, k, v)
     if not q.is_cuda:
         return found
     for tiles in TILES:

@@ -109,7 +109,8 @@ def bound(
     A score is a sum of D products in fp32, is scaled to base 2 and the running maximum is taken off: its error is an
     error of the exponential, relative to it. Each key's weight is also rounded to the dtype before it is multiplied
     with the value, but not in the sum by which the result is divided. A step over a block of keys rescales both sums:
-    at most an error of 2^-24 and of exp2 a key. The result is rounded `roundings` times.
+    at most an error of 2^-24 and of exp2 a key. The result is rounded `roundings` times, all but once in parts whose
+    weights are exponentials of differences of logarithms.
     """
     w = weights_of(rank, q, k, v, cu_seqlens, causal, layout, scale, window, length)
     fp32, keys, depth = 2.0**-24, w.k.shape[2], w.q.shape[3]
@@ -117,11 +118,13 @@ def bound(
     top = (w.q @ w.k.transpose(2, 3) * w.scale).abs().amax(3, keepdim=True) if keys else size
     wrong = torch.expm1((depth + 3) * fp32 * size + 4 * fp32 * (size + top)) + EXPONENTIAL
     wrong = wrong + keys * (2 * fp32 + EXPONENTIAL)
+    if roundings > 1:
+        wrong = wrong + 8 * fp32 * (top + 1 + math.log(max(keys, 1))) + 2 * EXPONENTIAL
     of_sum = (w.weights * wrong).sum(3, keepdim=True)
     values = w.v.abs()
-    out = (w.weights * (wrong + UNIT[dtype])) @ values + of_sum * (w.weights @ values)
+    out = (w.weights * (wrong + roundings * UNIT[dtype])) @ values + of_sum * (w.weights @ values)
     seen = (w.weights > 0).to(values.dtype)
-    out = 1.01 * out + TINY[dtype] * (seen @ values) + roundings * UNIT[dtype] * (w.weights @ w.v).abs() * 1.01
+    out = 1.01 * out + TINY[dtype] * (seen @ values) + UNIT[dtype] * (w.weights @ w.v).abs() * 1.01
     finite = w.lse.masked_fill(w.lse == -math.inf, 0.0).abs()
     lse = 1.01 * of_sum[..., 0] + 4 * fp32 * (finite + 1 + math.log(max(keys, 1))) + EXPONENTIAL
     return _as(q[rank], out + TINY[dtype], lse)

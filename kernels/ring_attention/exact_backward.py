@@ -96,7 +96,7 @@ def bound(
     The error of a score, of D products in fp32, and of its logarithm are errors of the exponential, relative to the
     weight. Those of dout @ v.T and of delta are relative to the sums of the magnitudes of their terms. Weights and
     slopes are rounded to the dtype before the last products. Each of these adds a rounding in fp32 for each term. The
-    result is rounded `roundings` times.
+    result is rounded `roundings` times, all but once in parts.
     """
     told = (cu_seqlens, causal, layout, scale, window, length)
     unit, tiny = UNIT[dtype], TINY[dtype]
@@ -115,6 +115,7 @@ def bound(
         slopes = 1.01 * (slopes + x.weights * wrong * factor) + seen * tiny
         slopes = (1 + unit) * slopes + unit * x.slopes.abs()
         terms = (x.q.shape[2] * x.q.shape[1] + keys + 2 * len(q)) * FP32  # of any of the sums below
+        terms += (roundings - 1) * unit
         of_slopes, of_weights = slopes + terms * (x.slopes.abs() + slopes), weights + terms * (x.weights + weights)
         dk = dk + x.scale * (of_slopes.transpose(2, 3) @ x.q.abs())
         dv = dv + of_weights.transpose(2, 3) @ x.dout.abs()

@@ -8,6 +8,8 @@ fused: programs 0 .. num_comm_sms - 1 store this rank's keys and values, chunk b
     program that has pushed its share computes, too. Chunks that a mask or a window hides from a peer are not sent.
 copy: the same, but the copy engines push, on a stream of their own.
 unfused: pkt's all-gather of keys and values, then the same kernel without waits.
+parts: the copy engines push, whole ranks at a time, and torch attends to own keys, then to each rank's as they arrive.
+    A kernel merges the results. See parts.py.
 
 H heads of queries share KV heads of keys and values, which alone travel: 2 * (size - 1) * B * S * KV * D * itemsize
 bytes leave each rank, less what nobody sees. The inboxes hold as much; in unfused those of this rank, too.
@@ -40,6 +42,8 @@ from ..shared.grid import barrier_counters, num_programs
 from . import sequence
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
+from .parts import fits as fits_parts
+from .parts import planned_parts
 from .planning import (
     ARGUMENTS,
     CALL,
@@ -69,7 +73,7 @@ def ring_attention(
     window: tuple[int, int] | None = None,
     length: int | None = None,
     return_lse: bool = False,
-    mode: Literal["fused", "copy", "unfused"] | None = None,
+    mode: Literal["fused", "copy", "unfused", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -96,19 +100,23 @@ def ring_attention(
         cu_seqlens its last element says so.
     return_lse: also return the natural logarithm of the sum of exponentials, fp32 (B, H, S), packed (H, S).
 
-    mode: a form that the top of kernels/ring_attention/forms.py describes; "fused" where None.
+    mode: a form that the top of kernels/ring_attention/forms.py describes; "fused" where None, until "parts" has run
+        on GPUs. "parts" is for GPUs bound by compute: torch's attention by cuDNN or FlashAttention. There it takes bf16
+        and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or padding. Its gradients are then torch's,
+        too, if return_lse is False.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
     "fused" and "copy", rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries
     of a task and keys of a step, powers of two from 16. The same on every rank.
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
-    multiplied with v. A row that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the
-    operands may be overwritten at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also
-    those of lse, are those of `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several
+    multiplied with v. In "parts" this is up to torch, and the result over each rank's keys is rounded once more. A row
+    that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the operands may be overwritten
+    at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also those of lse, are those of
+    `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several GPUs. "parts" has not run on
     GPUs.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". Raises ShapeError,
-    DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". "parts" holds up to size
+    results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, return_lse, mode, num_comm_sms, chunk, tiles)
     found = OPERATOR((q, k, v, out, cu_seqlens), values, world)
@@ -248,11 +256,13 @@ def _unfused(call: Call) -> Launch:
 
 
 def _backward(call: Recorded) -> Gradients:
-    """By `pkt.ring_attention_backward`."""
+    """By `pkt.ring_attention_backward`, in the form "parts" where the call was told to take it and lse has no
+    gradient."""
     kept = (call[name] for name in ("q", "k", "v", "out", "lse"))
     found = call.operator(
         "ring_attention_backward", call.grad, *kept, dlse=call.grads[1] if call["return_lse"] else None,
-        cu_seqlens=call["cu_seqlens"], **{name: call[name] for name in ARGUMENTS},
+        cu_seqlens=call["cu_seqlens"], mode="parts" if call["mode"] == "parts" and not call["return_lse"] else None,
+        **{name: call[name] for name in ARGUMENTS},
     )  # fmt: skip
     return dict(zip(("q", "k", "v"), found))
 
@@ -261,6 +271,7 @@ def _backward(call: Recorded) -> Gradients:
 TILES = {"tiles": attention.default_tiles}
 SMALL = {"tiles": (16, 16)}
 SHAPES = dict.fromkeys(("q", "k", "v"), (1, 3, 1, 4))
+EIGHT = dict.fromkeys(SHAPES, (1, 3, 1, 8))  # the least D that torch's kernels for GPUs take
 CAUSAL = {"causal": True, "return_lse": True}
 OPERATOR = Operator(
     ring_attention,
@@ -286,6 +297,10 @@ OPERATOR = Operator(
             _unfused, "`pkt.all_gather` of keys and values, then the kernel without waits", "2 (W - 1) |k|",
             settings=TILES, small=SMALL,
         ),
+        "parts": Form(
+            planned_parts, "push by the copy engines; torch's attention to each rank's keys, then a merge",
+            "2 (W - 1) |k|", fits=fits_parts, roundings=lambda size: 2,
+        ),
     },
     reference=reference,
     bound=bound,
@@ -297,5 +312,6 @@ OPERATOR = Operator(
         Case(shapes=SHAPES, arguments={"mode": "fused", **CAUSAL}, out="new"),  # rank 0 waits for nobody
         Case(shapes=SHAPES, arguments={"mode": "copy", **CAUSAL}, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1), "return_lse": True}, explore=False),
+        Case(shapes=EIGHT, arguments={"mode": "parts", "layout": "zigzag", **CAUSAL}, out="new"),
     ),
 )  # fmt: skip

@@ -13,8 +13,12 @@ fused: four kernels, one behind the other.
     Scores are computed twice, in 2 and in 3: with atomics, which need this once, the order would not be fixed. A mask,
     a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
 
+parts: keys and values travel by the copy engines. torch computes the gradients of own keys, then of each rank's as they
+    arrive; those of keys and values go home by the copy engines, in the operands' dtype. Sums over ranks are fp32 and
+    in a fixed order. See parts.py.
+
 Beside the keys and values as in the forward pass, 8 * (size - 1) * B * S * KV * D bytes leave each rank, less what
-nobody sees.
+nobody sees; in "parts" 2 * itemsize * (size - 1) * B * S * KV * D.
 
 With D of 64 and 128 in bf16 no kernel spills with the default tiles, compiled for sm_90 and sm_100. With D = 256 and in
 fp32 some do.
@@ -44,6 +48,7 @@ from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, num_programs
 from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .exact_backward import bound, reference
+from .parts import fits, planned_backward
 from .planning import (
     ARGUMENTS,
     CHUNK,
@@ -80,7 +85,7 @@ def ring_attention_backward(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     length: int | None = None,
-    mode: Literal["fused"] | None = None,
+    mode: Literal["fused", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -96,17 +101,22 @@ def ring_attention_backward(
         forward call.
     out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
 
+    mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes; "fused" where None.
+        "parts" takes what the form "parts" of `pkt.ring_attention` takes, and no dlse. Autograd takes it behind that
+        form, if return_lse was False. For "fused" alone:
     num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
     stands for, rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
     kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
     step and keys of a program. The same on every rank.
 
     Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
-    to q's dtype before they are multiplied. The result is the same in every run, to the last bit. The gradients of rows
-    that see no key, or that nobody sees, are 0. Tensors may have any strides. It has run on ranks that share one H200,
-    not on several GPUs.
+    to q's dtype before they are multiplied. The result is the same in every run, to the last bit. In "parts" torch
+    rounds the gradients of each rank's part to q's dtype before they are added, and its kernels on GPUs may add in
+    another order in each run. The gradients of rows that see no key, or that nobody sees, are 0. Tensors may have any
+    strides. It has run on ranks that share one H200, not on several GPUs; "parts" has not run on GPUs.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32. Raises
+    Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32; in "parts"
+    twice (size - 1) times their bytes. Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
@@ -222,6 +232,7 @@ def of_keys(call: Call) -> str:
 
 
 SHAPES = dict.fromkeys(("dout", "q", "k", "v", "result"), (1, 3, 1, 4))
+EIGHT = dict.fromkeys(SHAPES, (1, 3, 1, 8))  # the least D that torch's kernels for GPUs take
 OPERATOR = Operator(
     ring_attention_backward,
     tensors={
@@ -242,11 +253,19 @@ OPERATOR = Operator(
             settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
             complete=from_one, small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
+        "parts": Form(
+            planned_backward, "copies by the copy engines, torch's gradients of each rank's keys, then sums",
+            "4 (W - 1) |k|", fits=fits, roundings=lambda size: 3,
+        ),
     },
     reference=reference,
     bound=bound,
     cases=(
-        # Scores of whole numbers are small enough for exp.
+        # Scores of whole numbers are small enough for exp. The first case is one that every form takes.
+        Case(
+            shapes=EIGHT, arguments={"mode": "parts", "causal": True, "layout": "zigzag", "scale": 0.02}, ranks=2,
+            out="new",
+        ),
         Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
     ),

@@ -38,7 +38,9 @@ def stand_in(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return Pointer(NAMES[argument.dtype], 4096 + argument.data_ptr() % 16)
     if isinstance(argument, tuple):
-        return type(argument)(*map(stand_in, argument))
+        return (
+            type(argument)._make(map(stand_in, argument)) if hasattr(argument, "_make") else (*map(stand_in, argument),)
+        )
     return argument
 
 

@@ -11,7 +11,9 @@ import torch
 
 import pkt
 from pkt.kernels.ring_attention import exact, sequence
+from pkt.kernels.ring_attention.parts import rectangle
 from pkt.kernels.ring_attention.sequence import LAYOUTS, View
+from pkt.kernels.shared import torch_attention
 from tests.kernels.helpers import on_ranks
 
 RANKS, ROWS, HEADS, KV, D = 2, 37, 4, 2, 12
@@ -121,6 +123,64 @@ def test_pieces_are_the_rows_of_a_rank() -> None:
 def test_several_chunks_and_tiles(mode: str, keywords: dict[str, Any]) -> None:
     settings = {name: value for name, value in PUSHED.items() if mode == "fused" or name != "num_comm_sms"}
     check(operands(1, batch=1), mode=mode, **(SMALL if mode == "unfused" else settings), **keywords)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(5, 1), (1, 2), (7, 3), (37, 4)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_attends_to_one_rank_after_the_other(layout: Any, rows: int, size: int) -> None:
+    everybody = operands(9, rows=rows, batch=2, size=size)
+    check(everybody, launches=2, size=size, causal=True, layout=layout, mode="parts", scale=0.7)
+    check(everybody, torch.bfloat16, size=size, layout=layout, mode="parts", window=(-1, -1), length=rows * size)
+
+
+def test_parts_with_far_apart_keys() -> None:
+    """The inputs of the merge's tests below: scores of one rank's keys are far above or below those of another's."""
+    q, k, v = operands(3, rows=18)
+    check([q, [k[0] - 100, k[1] + 100], v], mode="parts")
+    check([[64 * x for x in q], [64 * x for x in k], v], torch.bfloat16, causal=True, mode="parts", layout="zigzag")
+
+
+def test_rectangles_are_what_is_seen() -> None:
+    for layout, rows, size, causal in itertools.product(LAYOUTS, (1, 4, 5), (1, 2, 4), (False, True)):
+        for rank, source in itertools.product(range(size), repeat=2):
+            mine, theirs = (sequence.positions(rows, layout, at, size) for at in (rank, source))
+            seen = (theirs <= mine[:, None]) | (not causal)
+            found, held = torch.zeros(rows, rows, dtype=torch.bool), rectangle(rows, layout, causal, rank, source)
+            if held is not None:
+                found[held.queries, held.keys] = True
+                assert held.queries.stop == rows, "the merge takes all queries from one on"
+                assert found.any(), "nothing is computed"
+            assert torch.equal(found.tril() if held and held.causal else found, seen)
+
+
+def test_what_torch_cannot_attend_to_is_refused() -> None:
+    q, k, v = (xs[0] for xs in operands(6, rows=4, size=1))
+    packed, ends = (q[0], k[0], v[0]), torch.tensor([0, 4], dtype=torch.int32)
+    wrong = [(packed, {"cu_seqlens": ends}), ((q, k, v), {"length": 3}), ((q, k, v), {"window": (2, 0)})]
+
+    def run(world: Any) -> None:
+        for tensors, keywords in wrong:
+            with pytest.raises(pkt.Unsupported, match="mode='parts'.*found .*torch's kernel"):
+                pkt.ring_attention(*tensors, mode="parts", **keywords)
+
+    on_ranks(1, run)
+
+
+def test_a_gpu_without_a_kernel_for_the_rows_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is asked about every rectangle of any rank, cuDNN first."""
+    asked = []
+
+    def refuse(_: Any) -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    monkeypatch.setattr(torch_attention, "_described", lambda *_: None)
+    monkeypatch.setattr(torch_attention, "can_use_cudnn_attention", refuse)
+    monkeypatch.setattr(torch_attention, "can_use_flash_attention", refuse)
+    x = torch.empty(1, 4, 2, 8, device="meta")
+    calls = [r for source in range(3) if (r := rectangle(4, "zigzag", True, 1, source))]
+    assert torch_attention.kernel_for(x, x, x, calls) is None
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("mode", ["fused", "unfused"])

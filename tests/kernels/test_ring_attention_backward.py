@@ -3,6 +3,7 @@ sequence in fp64, in every layout and mask, to the last bit in every schedule, a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import pkt
 from pkt.kernels.ring_attention import exact, exact_backward
+from pkt.kernels.ring_attention.ring_attention_backward import OPERATOR as BACKWARD
 from pkt.kernels.ring_attention.ring_attention_backward import tiles_for
 from pkt.kernels.ring_attention.sequence import LAYOUTS
 from pkt.language.inspect import compile_only
@@ -44,14 +46,15 @@ def few(everybody: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
 
 def check(
     everybody: list[list[torch.Tensor]], dtype: torch.dtype = torch.float32, cu_seqlens: torch.Tensor | None = None,
-    with_lse: bool = True, **told: Any,
+    with_lse: bool = True, mode: Any = None, launches: int = 1, **told: Any,
 ) -> None:  # fmt: skip
     """Gradients through autograd are within the bound, which has the errors of the forward pass in it."""
     everybody = [[x.to(dtype) for x in xs] for xs in everybody]
     size, generator = len(everybody[0]), torch.Generator().manual_seed(9)
     documents = None if cu_seqlens is None else [cu_seqlens] * size
     results = [exact.reference(r, *everybody, documents, **told) for r in range(size)]
-    off = [exact.bound(r, dtype, 1, *everybody, documents, **told) for r in range(size)]
+    roundings = (2, 3) if mode == "parts" else (1, 1)
+    off = [exact.bound(r, dtype, roundings[0], *everybody, documents, **told) for r in range(size)]
     dout = [torch.randn(out.shape, generator=generator).to(dtype) for out, _ in results]
     dlse = [torch.randn(lse.shape, generator=generator) * with_lse for _, lse in results]
     wanted = whole_gradients(everybody, list(zip(dout, dlse)), documents, told)
@@ -60,13 +63,16 @@ def check(
     def run(world: Any) -> None:
         rank = world.rank
         mine = [xs[rank].clone().requires_grad_() for xs in everybody]
-        found = pkt.ring_attention(*mine, cu_seqlens=cu_seqlens, return_lse=with_lse, **told)
-        if with_lse:
-            torch.autograd.backward(found, (dout[rank], dlse[rank]))
-        else:
-            found.backward(dout[rank])
+        for _ in range(launches):
+            for x in mine:
+                x.grad = None
+            found = pkt.ring_attention(*mine, cu_seqlens=cu_seqlens, return_lse=with_lse, mode=mode, **told)
+            if with_lse:
+                torch.autograd.backward(found, (dout[rank], dlse[rank]))
+            else:
+                found.backward(dout[rank])
         told_bound = {**told, "cu_seqlens": documents, "off": tuple(map(list, zip(*off)))}
-        limits = exact_backward.bound(rank, dtype, 1, *given, **told_bound)
+        limits = exact_backward.bound(rank, dtype, roundings[1], *given, **told_bound)
         for name, x, right, limit in zip("qkv", mine, wanted, limits, strict=True):
             assert x.grad is not None
             error = (x.grad.double() - right[rank]).abs()
@@ -86,6 +92,28 @@ def check(
 )
 def test_gradients_of_layouts_and_masks(size: int, told: dict[str, Any]) -> None:
     check(few(operands(1, rows=37, size=size)), **told)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 2), (7, 3), (20, 4)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_by_torch(rows: int, size: int, layout: Any) -> None:
+    """Through autograd, which takes the form of the forward call; launched twice, over what the first one left."""
+    everybody = few(operands(5, rows=rows, batch=2, size=size))
+    check(everybody, causal=True, layout=layout, scale=0.7, mode="parts", with_lse=False, launches=2)
+    check(everybody, torch.bfloat16, layout=layout, mode="parts", with_lse=False)
+
+
+def test_autograd_takes_the_form_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form "parts" where lse has no gradient; there the other form has none of its plans made."""
+    asked: list[str] = []
+    for name, form in BACKWARD.forms.items():
+        plan = form.plan
+        noted = dataclasses.replace(form, plan=lambda call, plan=plan: asked.append(call.mode) or plan(call))
+        monkeypatch.setitem(BACKWARD.forms, name, noted)
+    everybody = few(operands(6, rows=4))
+    check(everybody, mode="parts", with_lse=False)
+    check(everybody, mode="parts", with_lse=True)
+    assert asked == ["parts"] * 2 + ["fused"] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

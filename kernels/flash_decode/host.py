@@ -251,8 +251,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     d1 = _padded(D) if D <= LEAST_SIDE else 1 << D.bit_length() - 1
     d2 = 0 if d1 >= D else _padded(D - d1)
     programs = call["programs"]
-    share = triton.next_power_of_2(triton.cdiv(B * SQ * H, programs))  # rows of a program, if all merge
-    take = min(max(TAKEN // columns, 1), rows, max(share, 1))
+    take = min(max(TAKEN // columns, 1), rows)
     words, room = words_of_row.fn(columns, 1), 0
     if fused:
         memory, flags, room = flagged.slots_of(world, world.size * B * SQ * H * words)

@@ -124,8 +124,8 @@ def flash_decode(
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
-# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_tried_1.json`): up to 16 rows that
-# share keys two small programs an SM, for more rows one large one.
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_1.json`, and for more than 16 rows
+# `flash_decode_tried_1.json`): up to 16 rows that share keys two small programs an SM, for more rows one large one.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
     return call["s"] * (call["h"] // max(call["g"], 1)) == 1

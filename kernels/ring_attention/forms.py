@@ -39,7 +39,7 @@ from ..operator import Operator
 from ..shared import attention, copies
 from ..shared.checks import FLOATS
 from ..shared.grid import barrier_counters, num_programs
-from . import sequence
+from . import rules, sequence
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
 from .parts import fits as fits_parts
@@ -100,10 +100,10 @@ def ring_attention(
         cu_seqlens its last element says so.
     return_lse: also return the natural logarithm of the sum of exponentials, fp32 (B, H, S), packed (H, S).
 
-    mode: a form that the top of kernels/ring_attention/forms.py describes; "fused" where None, until "parts" has run
-        on GPUs. "parts" is for GPUs bound by compute: torch's attention by cuDNN or FlashAttention. There it takes bf16
-        and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or padding. Its gradients are then torch's,
-        too, if return_lse is False.
+    mode: a form that the top of kernels/ring_attention/forms.py describes. Where None, the one of "fused" and "parts"
+        with the least predicted time (kernels/ring_attention/rules.py). "parts" is torch's attention by cuDNN or
+        FlashAttention. On GPUs it takes bf16 and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or
+        padding.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
     "fused" and "copy", rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries
     of a task and keys of a step, powers of two from 16. The same on every rank.
@@ -112,8 +112,7 @@ def ring_attention(
     multiplied with v. In "parts" this is up to torch, and the result over each rank's keys is rounded once more. A row
     that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the operands may be overwritten
     at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also those of lse, are those of
-    `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several GPUs. "parts" has not run on
-    GPUs.
+    `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several GPUs.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". "parts" holds up to size
     results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
@@ -256,15 +255,22 @@ def _unfused(call: Call) -> Launch:
 
 
 def _backward(call: Recorded) -> Gradients:
-    """By `pkt.ring_attention_backward`, in the form "parts" where the call was told to take it and lse has no
-    gradient."""
+    """By `pkt.ring_attention_backward`, in the form "parts" or "fused" where the call was told to take it. Only "fused"
+    takes gradients of lse."""
     kept = (call[name] for name in ("q", "k", "v", "out", "lse"))
     found = call.operator(
         "ring_attention_backward", call.grad, *kept, dlse=call.grads[1] if call["return_lse"] else None,
-        cu_seqlens=call["cu_seqlens"], mode="parts" if call["mode"] == "parts" and not call["return_lse"] else None,
+        cu_seqlens=call["cu_seqlens"], mode=_behind(call["mode"], call["return_lse"]),
         **{name: call[name] for name in ARGUMENTS},
     )  # fmt: skip
     return dict(zip(("q", "k", "v"), found))
+
+
+def _behind(mode: str | None, with_lse: bool) -> str | None:
+    """The form of the backward pass behind a call in the form `mode`."""
+    if mode == "parts":
+        return None if with_lse else mode
+    return None if mode is None else "fused"
 
 
 # ---------------------------------------------------------------------------------------------------- declaration
@@ -272,6 +278,7 @@ TILES = {"tiles": attention.default_tiles}
 SMALL = {"tiles": (16, 16)}
 SHAPES = dict.fromkeys(("q", "k", "v"), (1, 3, 1, 4))
 EIGHT = dict.fromkeys(SHAPES, (1, 3, 1, 8))  # the least D that torch's kernels for GPUs take
+HALF = torch.bfloat16  # these kernels take no fp32
 CAUSAL = {"causal": True, "return_lse": True}
 OPERATOR = Operator(
     ring_attention,
@@ -302,6 +309,7 @@ OPERATOR = Operator(
             "2 (W - 1) |k|", fits=fits_parts, roundings=lambda size: 2,
         ),
     },
+    default=rules.default,
     reference=reference,
     bound=bound,
     backward=Backward(
@@ -312,6 +320,6 @@ OPERATOR = Operator(
         Case(shapes=SHAPES, arguments={"mode": "fused", **CAUSAL}, out="new"),  # rank 0 waits for nobody
         Case(shapes=SHAPES, arguments={"mode": "copy", **CAUSAL}, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1), "return_lse": True}, explore=False),
-        Case(shapes=EIGHT, arguments={"mode": "parts", "layout": "zigzag", **CAUSAL}, out="new"),
+        Case(shapes=EIGHT, arguments={"mode": "parts", "layout": "zigzag", **CAUSAL}, out="new", dtype=HALF),
     ),
 )  # fmt: skip

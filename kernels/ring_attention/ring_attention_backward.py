@@ -46,6 +46,7 @@ from ..shared import attention
 from ..shared.attention import Tiles
 from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, num_programs
+from . import rules
 from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .exact_backward import bound, reference
 from .parts import fits, planned_backward
@@ -101,9 +102,9 @@ def ring_attention_backward(
         forward call.
     out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
 
-    mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes; "fused" where None.
-        "parts" takes what the form "parts" of `pkt.ring_attention` takes, and no dlse. Autograd takes it behind that
-        form, if return_lse was False. For "fused" alone:
+    mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one with
+        the least predicted time, "fused" under torch.use_deterministic_algorithms. "parts" takes what the form "parts"
+        of `pkt.ring_attention` takes, and no dlse. For "fused" alone:
     num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
     stands for, rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
     kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
@@ -113,7 +114,7 @@ def ring_attention_backward(
     to q's dtype before they are multiplied. The result is the same in every run, to the last bit. In "parts" torch
     rounds the gradients of each rank's part to q's dtype before they are added, and its kernels on GPUs may add in
     another order in each run. The gradients of rows that see no key, or that nobody sees, are 0. Tensors may have any
-    strides. It has run on ranks that share one H200, not on several GPUs; "parts" has not run on GPUs.
+    strides. It has run on ranks that share one H200, not on several GPUs.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32; in "parts"
     twice (size - 1) times their bytes. Raises
@@ -258,13 +259,14 @@ OPERATOR = Operator(
             "4 (W - 1) |k|", fits=fits, roundings=lambda size: 3,
         ),
     },
+    default=rules.default_backward,
     reference=reference,
     bound=bound,
     cases=(
         # Scores of whole numbers are small enough for exp. The first case is one that every form takes.
         Case(
             shapes=EIGHT, arguments={"mode": "parts", "causal": True, "layout": "zigzag", "scale": 0.02}, ranks=2,
-            out="new",
+            out="new", dtype=torch.bfloat16,
         ),
         Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pkt
-from pkt.kernels.ring_attention import exact, sequence
+from pkt.kernels.declaration import Call
+from pkt.kernels.ring_attention import exact, rules, sequence
 from pkt.kernels.ring_attention.merge import merge_kernel
 from pkt.kernels.ring_attention.parts import ROWS as ROWS_MERGED
 from pkt.kernels.ring_attention.parts import rectangle
@@ -199,6 +201,28 @@ def test_a_gpu_without_a_kernel_for_the_rows_says_so(monkeypatch: pytest.MonkeyP
     x = torch.empty(1, 4, 2, 136, device="meta")
     asked.clear()
     assert torch_attention.kernel_for(x, x, x, calls[:2]) is torch_attention.FLASH
+
+
+def planned(rows: int, size: int = 2, given: dict[str, int] | None = None, **named: Any) -> Call:
+    """A call in bf16 with 16 heads and D = 128, of so many rows of each rank."""
+    x = torch.empty(1, dtype=torch.bfloat16).expand(1, rows, 16, 128)
+    tensors = {"q": x, "k": x, "v": x, "cu_seqlens": named.pop("cu_seqlens", None), "dlse": named.pop("dlse", None)}
+    arguments = {"causal": False, "layout": "zigzag", "scale": None, "window": None, "length": None, **named}
+    call = Call("", SimpleNamespace(size=size), tensors, arguments, given or {}, None)  # type: ignore[arg-type]
+    call.sizes = {"b": 1, "s": rows, "h": 16, "g": 16, "d": 128}
+    return call
+
+
+def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By predicted time: torch's attention where there is much to compute."""
+    for choose in (rules.default, rules.default_backward):
+        assert choose(planned(4096)) == choose(planned(4096, causal=True)) == "parts"
+        assert choose(planned(64)) == choose(planned(256, size=64)) == "fused"
+        for named in ({"window": (9, 0)}, {"cu_seqlens": torch.tensor([0, 8192])}, {"given": {"chunk": 64}}):
+            assert choose(planned(4096, **named)) == "fused"
+    assert rules.default_backward(planned(4096, dlse=torch.empty(1, 16, 4096))) == "fused"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert (rules.default(planned(4096)), rules.default_backward(planned(4096))) == ("parts", "fused")
 
 
 @pytest.mark.parametrize("mode", ["fused", "unfused"])

@@ -164,6 +164,12 @@ def test_kernels_of_the_main_module_go_by_value(monkeypatch):
     assert loads(dumps(local_kernel)) is not local_kernel
 
 
+def test_functions_keep_their_file():
+    """Tracebacks and Triton find the source by it. cloudpickle 3.1.3 drops it."""
+    outer = loads(dumps(lambda: lambda: None))
+    assert outer.__code__.co_filename == outer().__code__.co_filename == __file__
+
+
 def test_kernels_of_modules_that_a_worker_cannot_find_go_by_value(workers):
     assert run(workers, lambda world: (local_kernel.fn.__name__, helper(3))) == [("local_kernel", 4)] * 2
 

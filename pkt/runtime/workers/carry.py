@@ -13,7 +13,7 @@ import linecache
 import operator
 import pickle
 import sys
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import cloudpickle
@@ -51,8 +51,14 @@ def _jitted(fn: FunctionType, file: str, lines: list[str], options: dict[str, An
     return triton.jit(fn, **options)
 
 
+def _code(file: str, *fields: Any) -> CodeType:
+    return CodeType(*fields).replace(co_filename=file)
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):  # cloudpickle 3.1.3 drops the file, which tracebacks and Triton need
+            return _code, (obj.co_filename, *self.dispatch_table[CodeType](obj)[1])
         if isinstance(obj, JITFunction):
             if _importable(obj):
                 return imported, (obj.fn.__module__, obj.fn.__qualname__)

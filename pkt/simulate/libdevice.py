@@ -82,6 +82,11 @@ def _norm(*x: np.ndarray) -> np.ndarray:
     return out
 
 
+def _extended(function: Function) -> Function:
+    """`function` in long double, because the errors of several roundings in fp64 add up to more than 2 ulp."""
+    return lambda *x: function(*(v.astype(np.longdouble) for v in x)).astype(np.float64)
+
+
 _REAL: dict[str, Function] = {
     **{
         name: getattr(np, name)
@@ -114,12 +119,12 @@ _REAL: dict[str, Function] = {
     "powi": lambda x, n: np.power(x, n.astype(np.float64)),
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "rsqrt_rn": lambda x: 1 / np.sqrt(x),
-    "rcbrt": lambda x: 1 / np.cbrt(x),
-    "rhypot": lambda x, y: 1 / np.hypot(x, y),
-    "norm3d": _norm,
-    "norm4d": _norm,
-    "rnorm3d": lambda *x: 1 / _norm(*x),
-    "rnorm4d": lambda *x: 1 / _norm(*x),
+    "rcbrt": _extended(lambda x: 1 / np.cbrt(x)),
+    "rhypot": _extended(lambda x, y: 1 / np.hypot(x, y)),
+    "norm3d": _extended(_norm),
+    "norm4d": _extended(_norm),
+    "rnorm3d": _extended(lambda *x: 1 / _norm(*x)),
+    "rnorm4d": _extended(lambda *x: 1 / _norm(*x)),
     "fma": lambda x, y, z: x * y + z,
     "fma_rn": lambda x, y, z: x * y + z,
     "fmaf_rn": lambda x, y, z: x * y + z,

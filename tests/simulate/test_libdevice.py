@@ -151,6 +151,23 @@ def test_results_of_two_arguments_are_near_the_exact_ones(name: str) -> None:
             assert distance(name, dtype, [x.astype(dtype), y.astype(dtype)], TWO[name]) <= most
 
 
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("name", ["norm", "rnorm"])
+def test_norms_are_near_the_exact_ones(name: str, count: int) -> None:
+    """The errors of a chain of roundings would add up: random vectors show it."""
+    columns = [*np.random.default_rng(0).uniform(-3, 3, (count, 200))]
+    power = mp.mpf(1 if name == "norm" else -1)
+    with mp.workdps(60):
+        assert distance(f"{name}{count}d", np.float64, columns, lambda *x: mp.norm(x) ** power) <= 0.51
+
+
+def test_reciprocals_of_functions_are_near_the_exact_ones() -> None:
+    x, y = np.random.default_rng(0).uniform(0.1, 10, (2, 200))
+    with mp.workdps(60):
+        assert distance("rcbrt", np.float64, [x], EXACT["rcbrt"][1]) <= 0.51
+        assert distance("rhypot", np.float64, [x, y], TWO["rhypot"]) <= 0.51
+
+
 @pytest.mark.parametrize(
     ("symbol", "values", "wanted"),
     [

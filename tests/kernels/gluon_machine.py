@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent, greenlet
 from triton.language import constexpr
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
+
+
+PAUSES = 0.3  # how often a partition that could go on lets others go on
 
 
 class TooManyArrivals(AssertionError):
@@ -131,7 +134,7 @@ class Descriptor:
         self.dtype = self.layout = "of the block"
 
     def _inside(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        assert all(x >= 0 for x in at)
+        assert min(at) >= 0
         memory, block = [], []
         for x, size, extent in zip(at, self.block_shape, self.data.shape):
             n = max(0, min(size, extent - x))
@@ -196,7 +199,6 @@ class Warps:
         self.stores: list[dict[str, bool]] = []  # commit groups, oldest first
         self.name = ""
         self.greenlet = greenlet(run, machine.hub)
-        self.greenlet.warps = self
 
 
 class Machine:
@@ -205,6 +207,7 @@ class Machine:
     def __init__(self, size: int, programs: int, seed: int) -> None:
         self.size, self.programs, self.random = size, programs, random.Random(seed)
         self.warps: list[Warps] = []
+        self.here: Any = None  # the partition that runs
         self.running = [0] * size  # how many of them each rank has
         self.asynchronous: list[Callable[[], None]] = []
         self.writes: list[Callable[[], None]] = []  # of stores that have read their values
@@ -216,13 +219,14 @@ class Machine:
         self.last = self.random.random() < 0.5  # whether copies come last of all
 
     # ---------------------------------------------------------------------------------------------- scheduling
-    def here(self) -> Warps:
-        return getcurrent().warps
-
     def until(self, ready: Callable[[], bool]) -> None:
-        warps = self.here()
-        if not ready() or self.random.random() < 0.3:
-            warps.ready = ready
+        if not ready() or self.random.random() < PAUSES:
+            self.here.ready = ready
+            self.hub.switch()
+
+    def pause(self) -> None:
+        """Let others go on, now and then."""
+        if self.random.random() < PAUSES:
             self.hub.switch()
 
     def start(self, rank: int, program: int, run: Callable[[], Any]) -> Warps:
@@ -254,27 +258,33 @@ class Machine:
                     next_launch[rank] += 1
                     for program in range(self.programs):
                         self.start(rank, program, lambda body=body, program=program: body(program))
-            operations = self.asynchronous or self.writes if self.late else self.asynchronous + self.writes
+            queues = [self.asynchronous or self.writes] if self.late else [self.asynchronous, self.writes]
             if not self.last:
-                operations = operations + self.copies
+                queues.append(self.copies)
+            operations = sum(map(len, queues))
             warps = self.able() if not operations or self.random.random() < self.slowness else None
             if warps is not None:
-                warps.ready = None
+                warps.ready, self.here = None, warps
                 warps.greenlet.switch()
                 if warps.greenlet.dead:
                     self.warps.remove(warps)
                     self.running[warps.rank] -= 1
             elif operations or self.copies:
-                operation = self.random.choice(operations or self.copies)
-                for queue in (self.asynchronous, self.writes, self.copies):
-                    if operation in queue:
-                        queue.remove(operation)
-                operation()
+                self._operate(queues if operations else [self.copies])
             elif self.warps:
                 where = sorted({(w.rank, w.program, w.name) for w in self.warps})
                 raise Stuck(f"{len(where)} partitions wait: {where[:12]}")
             else:
                 return
+
+    def _operate(self, queues: list[list[Callable[[], None]]]) -> None:
+        """Do a random one of the operations in `queues`."""
+        at = self.random.randrange(sum(map(len, queues)))
+        for queue in queues:
+            if at < len(queue):
+                queue.pop(at)()
+                return
+            at -= len(queue)
 
     def copied(self, copy: Callable[[], None]) -> None:
         """Run `copy` at a random time, and return when it is done."""
@@ -288,7 +298,7 @@ class Machine:
             assert condition, why
 
         def specialise(functions: list, warps: list[int], registers: list[int]) -> None:
-            parent = self.here()
+            parent = self.here
             children = [
                 self.start(parent.rank, parent.program, lambda f=f, args=args: f(*args)) for f, args in functions
             ]
@@ -298,7 +308,7 @@ class Machine:
 
         gl = SimpleNamespace(
             constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
-            program_id=lambda axis: self.here().program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
+            program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=_where,
             cast=lambda x, dtype: int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
@@ -378,7 +388,7 @@ class Machine:
     def _store(self, d: Descriptor, at: list[int], part: Shared, add: bool) -> None:
         at = [int(x) for x in at]
         group: dict[str, Any] = {"read": False, "done": False}
-        self.here().stores.append(group)
+        self.here.stores.append(group)
 
         def read() -> None:
             group["values"] = part.data.copy()
@@ -392,9 +402,17 @@ class Machine:
         self.asynchronous.append(read)
 
     def _wait_group(self, what: str, pending: int) -> None:
-        stores = self.here().stores
-        until = len(stores) - pending  # those issued before this call, and not the newest
-        self.until(lambda: all(group[what] for group in stores[: max(until, 0)]))
+        stores = self.here.stores
+        while stores and stores[0]["done"]:
+            del stores[0]
+        due = stores[: max(len(stores) - pending, 0)]  # those issued before this call, and not the newest
+
+        def ready() -> bool:
+            while due and due[-1][what]:
+                due.pop()
+            return not due
+
+        self.until(ready)
 
     def _mma(self, a: Shared, b: Shared, acc: Tile, is_async: bool) -> Tile:
         acc.products.append((a.data, b.data))
@@ -402,7 +420,7 @@ class Machine:
 
     def _mma_wait(self, outstanding: int, deps: tuple[Tile, ...]) -> Tile:
         (acc,) = deps
-        self.until(lambda: True)
+        self.pause()
         while len(acc.products) > outstanding:
             a, b = acc.products.pop(0)
             acc.data = acc.data + a @ b
@@ -422,6 +440,7 @@ def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable
             vars(self).update(zip(aggregate.fields, values, strict=True))
 
         methods = {name: as_function(f, name) for name, f in vars(aggregate).items() if isinstance(f, JITFunction)}
+        methods |= {name: f.fn for name, f in vars(aggregate).items() if isinstance(f, ConstexprFunction)}
         return type(aggregate.__name__, (), {"__init__": fill, **methods})
 
     classes = {v: as_class(v) for m in modules for v in vars(m).values() if hasattr(v, "__triton_aggregate__")}
@@ -429,6 +448,7 @@ def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable
         for name, value in vars(module).items():
             if not isinstance(value, JITFunction):
                 value = value.value if isinstance(value, constexpr) else value
+                value = value.fn if isinstance(value, ConstexprFunction) else value
                 shared.setdefault(name, classes[value] if hasattr(value, "__triton_aggregate__") else value)
     shared |= machine.meanings()
     for module in modules:

@@ -1,31 +1,40 @@
 """Triton's front end without what it would do again: only its verdict counts here, not the code that it makes.
 
 - It makes code for every function that a kernel calls, again for each kernel and specialisation. Here a function that
-  it accepted before, for the same types and constants, gets an empty body.
+  it accepted before, for the same types and constants, is only declared.
 - It visits the body of a loop twice, first to find the variables that change in it: a loop in a loop in a loop eight
   times. Here it visits each twice.
+- It spells the type of a tuple out whenever one of its values is set, makes the shape of a block anew for each tensor,
+  and reads the signature of a function at each call. Here each is done once.
 
-Both leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
+All leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
+import math
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir
+from triton.language import core
 from triton.runtime.jit import JITCallable
 
 from pkt.simulate import accepted
+from pkt.simulate.constants import block_init
 
 CHECKED = ("3.6",)
 """Releases of Triton whose code generator this module knows."""
 
 _results: dict[Hashable, Any] = {}  # (text, name with types and constants, facts) -> the type of the result
 _trees: dict[str, ast.Module] = {}  # text of a function -> its tree, which the code generator only reads
+_shapes: dict[tuple, tuple[Any, Any]] = {}  # shape of a block -> that of its tensors, and the number of its elements
+_signatures: dict[Any, inspect.Signature] = {}  # of the functions of `tl`
 
 
 @contextmanager
@@ -39,6 +48,14 @@ def skipping(*facts: Hashable) -> Iterator[None]:
 
     class Skipping(code_generator.CodeGenerator):
         """Visits the body of each accepted function, and of each loop, no more often than it must."""
+
+        def __new__(cls, context: Any, prototype: Any, *args: Any, **named: Any) -> Any:
+            if named.get("is_kernel"):
+                return super().__new__(cls)
+            key = key_of(prototype, named["jit_fn"], named["function_name"], named["noinline"])
+            if key in _results:
+                return _Declared(context, prototype, named["module"], named["function_name"], _results[key])
+            return super().__new__(cls)
 
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
@@ -65,17 +82,9 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             """Nothing: nobody reads the code."""
 
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-            if self.is_kernel:
-                return super().visit_FunctionDef(node)
-            constants = [getattr(c, "value", c) for c in self.prototype.constants.values()]
-            called = tuple(texts[c] for c in constants if isinstance(c, JITCallable))
-            key = texts[self.jit_fn], called, self.function_name, self.noinline, facts
-            if key in _results:
-                self.ret_type = _results[key]
-                node = ast.copy_location(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "body": []}), node)
             super().visit_FunctionDef(node)
-            _results[key] = self.ret_type
-            return None
+            if not self.is_kernel:
+                _results[key_of(self.prototype, self.jit_fn, self.function_name, self.noinline)] = self.ret_type
 
         def _find_carries(self, node: Any, liveins: dict[str, Any], ignore: Any = frozenset()) -> Any:
             before = tuple((name, str(getattr(value, "type", value))) for name, value in liveins.items())
@@ -100,17 +109,110 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             else:
                 super().visit_compound_statement(stmts)
 
+    def key_of(prototype: Any, function: Any, name: str, noinline: bool) -> Hashable:
+        values = [getattr(c, "value", c) for c in prototype.constants.values()]
+        return texts[function], tuple(texts[c] for c in values if isinstance(c, JITCallable)), name, noinline, facts
+
     def parse(function: Any) -> ast.Module:
         tree = _trees.get(function.src)
         if tree is None:
             tree = _trees[function.src] = parse_anew(function)
         return tree
 
-    texts, whole, parse_anew = accepted.Texts(), code_generator.CodeGenerator, JITCallable.parse
-    code_generator.CodeGenerator, JITCallable.parse = Skipping, parse
+    def scope(function: Any) -> dict[str, Any]:
+        if id(function) not in scopes:
+            scopes[id(function)] = scope_anew(function)
+        return scopes[id(function)]
+
+    texts, parse_anew, scope_anew = accepted.Texts(), JITCallable.parse, JITCallable.get_capture_scope
+    scopes: dict[int, dict[str, Any]] = {}
+    changed = [
+        (code_generator, "CodeGenerator", Skipping),
+        (code_generator, "inspect", _Inspect),
+        (JITCallable, "parse", parse),
+        (JITCallable, "get_capture_scope", scope),
+        (core.block_type, "__init__", _init_block),
+        (core.tensor, "__init__", _init_tensor),
+        (core.tuple, "_setitem", _set_item),
+        (core.tuple_type, "__init__", _init_tuple_type),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    core.tuple_type.name = property(_spelled)
+    for owner, name, value in changed:
+        setattr(owner, name, value)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of the module ast
             yield
     finally:
-        code_generator.CodeGenerator, JITCallable.parse = whole, parse_anew
+        del core.tuple_type.name
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+class _Declared:
+    """Stands for the code generator of a function that was accepted before: declares it, with the result it had."""
+
+    def __init__(self, context: Any, prototype: Any, module: Any, name: str, result: Any) -> None:
+        self.context, self.prototype, self.module, self.name, self.ret_type = context, prototype, module, name, result
+
+    def visit(self, tree: ast.Module) -> None:
+        result, builder = self.ret_type, ir.builder(self.context)
+        if result != core.void:
+            self.prototype.ret_types = result.types if isinstance(result, core.tuple_type) else [result]
+        function = self.prototype.serialize(builder)
+        self.module.push_back(builder.get_or_insert_function(self.module, self.name, function, "private", False))
+
+
+class _Inspect:
+    """The functions of `inspect` that the code generator uses."""
+
+    @staticmethod
+    def getcallargs(function: Any, *args: Any, **named: Any) -> dict[str, Any]:
+        code, defaults = function.__code__, function.__defaults__ or ()  # device functions have no *args
+        names = code.co_varnames[: code.co_argcount]
+        found = dict(zip(names, args))
+        if not found.keys() & named.keys():
+            found = {**dict(zip(names[len(names) - len(defaults) :], defaults)), **found, **named}
+            if len(args) <= len(names) == len(found) and found.keys() == {*names}:
+                return found
+        return inspect.getcallargs(function, *args, **named)  # which has the error
+
+    @staticmethod
+    def signature(function: Any) -> inspect.Signature:
+        of_all = getattr(function, "__func__", function)  # of a method, whatever object has it
+        known = _signatures.get(of_all)
+        if known is None:
+            known = _signatures[of_all] = inspect.signature(function)
+        return known
+
+
+_init_block = block_init(core.block_type.__init__)
+
+
+def _init_tensor(self: core.tensor, handle: Any, type: core.dtype) -> None:
+    """As Triton's, except that all tensors of one shape share the shape's objects."""
+    shape = (*type.shape,) if type.is_block() else ()
+    known = _shapes.get(shape)
+    if known is None:
+        known = _shapes[shape] = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = known
+
+
+def _init_tuple_type(self: core.tuple_type, types: Any, fields: Any = None) -> None:
+    """As Triton's, without the name."""
+    self.types, self.fields = types, fields or [""] * len(types)
+
+
+def _spelled(self: core.tuple_type) -> str:
+    return "[" + ",".join(f"{field}:{of}" for field, of in zip(self.fields, self.types)) + "]"
+
+
+def _set_item(self: core.tuple, idx: Any, value: Any) -> None:
+    """As Triton's, which makes the types of all values anew."""
+    at = getattr(idx, "value", idx)
+    self.values[at] = value
+    types = [*self.type.types]
+    types[at] = value.type
+    self.type = core.tuple_type(types, self.type.fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -257,3 +258,13 @@ def test_loops_in_loops_keep_their_errors(where: str) -> None:
             b += a
             c += 3 * b - 3
     assert x.tolist() == [a, b, c]
+
+
+def test_arguments_of_calls_are_bound_as_inspect_does() -> None:
+    def called(a: Any, b: Any = 2, c: Any = 3) -> None: ...
+
+    for args, named in [((1,), {}), ((1, 5), {"c": 6}), ((), {"c": 1, "a": 2}), ((1, 2, 3), {})]:
+        assert skipped._Inspect.getcallargs(called, *args, **named) == inspect.getcallargs(called, *args, **named)
+    for args, named in [((), {}), ((1, 2, 3, 4), {}), ((1,), {"a": 2}), ((1,), {"d": 2})]:
+        with pytest.raises(TypeError, match="called"):
+            skipped._Inspect.getcallargs(called, *args, **named)

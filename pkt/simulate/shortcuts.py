@@ -169,27 +169,31 @@ def pure(name: str, slow: Callable) -> Callable:
 
 
 def where(slow: Callable) -> Callable:
-    """`tl.where` of blocks of one shape, and of numbers."""
+    """`tl.where` of tensors of one type, and of numbers."""
 
     def call(condition: Any, x: Any, y: Any) -> Any:
-        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.shape is not SCALAR:
-            typed = x if type(x) is tl.tensor else y
-            if type(typed) is tl.tensor:
-                left, right = (_operand(v, typed.dtype, condition.shape) for v in (x, y))
-                if left is not None and right is not None:
-                    return new_tensor(np.where(condition.handle.data, left, right), typed.dtype, False)
+        typed = x if type(x) is tl.tensor else y
+        kind = type(condition)
+        if type(typed) is tl.tensor and (kind is bool or (kind is tl.tensor and condition.dtype.name == "int1")):
+            left, right = (_operand(v, typed.dtype) for v in (x, y))
+            ranks = {
+                len(v.handle.data.shape) for v in (condition, x, y) if type(v) is tl.tensor and v.shape is not SCALAR
+            }
+            if left is not None and right is not None and len(ranks) < 2:
+                chosen = condition if kind is bool else condition.handle.data
+                return new_tensor(np.where(chosen, left, right), typed.dtype, not ranks)
         return slow(condition, x, y)
 
     return call
 
 
-def _operand(x: Any, ty: tl.dtype, shape: Any) -> Any:
-    """The array, or the number, of an operand of type `ty`; None if it has another type or shape."""
+def _operand(x: Any, ty: tl.dtype) -> Any:
+    """The array, or the number, of an operand of type `ty`; None if it has another type."""
     if type(x) is core.constexpr:
         x = x.value
     kind = type(x)
     if kind is tl.tensor:
-        return x.handle.data if x.shape is shape and x.dtype.name == ty.name else None
+        return x.handle.data if x.dtype.name == ty.name else None
     if ty.name == "fp32" and (kind is float or (kind is int and -_EXACT <= x <= _EXACT)):
         return np.float32(x)
     limits = _RANGE.get(ty.name)
@@ -212,15 +216,14 @@ def _byte_offsets(offset: tl.tensor, size: int) -> np.ndarray:
 
 
 def getitem(slow: Callable) -> Callable:
-    """`x[None, :]` and `x[:, None]` of a vector."""
+    """`x[None, :]`, `x[:, None]` and the like, which add axes."""
 
     def call(self: tl.tensor, slices: Any) -> Any:
-        if len(self.shape) == 1 and type(slices) in (tuple, core.tuple) and len(slices) == 2:
-            first, second = slices
-            if first is None and second == _EVERY:
-                return viewed(self, (None, _EVERY), "row")
-            if second is None and first == _EVERY:
-                return viewed(self, (_EVERY, None), "column")
+        if type(slices) in (tuple, core.tuple) and self.shape is not SCALAR:
+            index = (*slices,)
+            axes = "".join("+" if at is None else ":" if at == _EVERY else "?" for at in index)
+            if "?" not in axes and axes.count(":") == len(self.handle.data.shape):
+                return viewed(self, index, axes)
         return slow(self, slices)
 
     def viewed(self: tl.tensor, index: tuple, name: str) -> tl.tensor:
@@ -239,6 +242,7 @@ _EVERY = slice(None)
 
 
 _WIDTH: dict[str, Any] = {f"{u}int{n}": np.dtype(f"{u}int{n}") for u in ("", "u") for n in (16, 32, 64)}
+_WHOLE = frozenset(_WIDTH) | {"int1"}
 _BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 
@@ -251,13 +255,15 @@ _ROUNDED: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = {
 
 
 def cast(slow: Callable) -> Callable:
-    """`tl.cast` and `x.to` between integers, between fp32 and the halves, bit casts between types of equal width, and
-    casts to the type of x."""
+    """`tl.cast` and `x.to` between integers, between fp32 and the halves, between pointers, bit casts between types of
+    equal width, and casts to the type of x."""
 
     def call(
         input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
     ) -> Any:
         wanted = getattr(dtype, "name", "")
+        if type(dtype) is type(getattr(input, "dtype", None)) is tl.pointer_type and fp_downcast_rounding is None:
+            return new_tensor(input.handle.data, dtype, input.shape is SCALAR)
         if fp_downcast_rounding is None and wanted in _BITS:
             if type(input) is tl.tensor:
                 have, data = input.dtype.name, input.handle.data
@@ -265,7 +271,7 @@ def cast(slow: Callable) -> Callable:
                     return input
                 if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
                     return new_tensor(data.view(_BITS[wanted]), dtype, input.shape is SCALAR)
-                if bitcast is False and have in _WIDTH and wanted in _WIDTH:
+                if bitcast is False and have in _WHOLE and wanted in _WIDTH:
                     results = input.results
                     known = None if results is None else results.get(wanted)
                     if known is not None:

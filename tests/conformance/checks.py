@@ -89,8 +89,8 @@ def check_results(
     seed: int = 0,
 ) -> None:  # fmt: skip
     """Every case is right within the bound, launch after launch with other inputs, and without a reset. more: further
-    sizes. transposed: operands are transposed views where the operator takes those. part: 0, 1 or 2 for every third
-    case, beginning with the first, second or third; at least one."""
+    sizes, with two launches at most. transposed: operands are transposed views where the operator takes those. part: 0,
+    1 or 2 for every third case, beginning with the first, second or third; at least one."""
     cases = [*inputs.cases_of(operator, mode, more)]
     if part is not None:
         cases = cases[part % len(cases) :: 3]
@@ -98,7 +98,7 @@ def check_results(
     def run(world: Any) -> None:
         for case in cases:
             keep: dict[str, torch.Tensor] = {}
-            for launch in range(launches):
+            for launch in range(launches if case in operator.cases else min(launches, 2)):
                 try:
                     right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed)
                 except pkt.Unsupported:

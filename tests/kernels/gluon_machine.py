@@ -21,7 +21,6 @@ from greenlet import getcurrent, greenlet
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-
 PAUSES = 0.3  # how often a partition that could go on lets others go on
 
 

@@ -1,6 +1,7 @@
 """`pkt doctor`: its report and exit status on many machines. It changes nothing on the GPUs."""
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -352,6 +353,9 @@ def test_without_gpus_the_last_lines_say_what_works():
     page = text(examine([]))
     for line in ('device="cpu"', "pkt simulate file.py", "pkt explain ag_gemm", "A machine with GPUs needs"):
         assert line in page
+    narrow = Console(width=80, file=io.StringIO(), force_jupyter=False)
+    doctor.show(examine([]), narrow)
+    assert page.rpartition("pkt does not run")[2] in narrow.file.getvalue(), "no line is broken on a narrow terminal"
 
 
 def test_a_world_that_fails_is_fatal():

@@ -62,9 +62,9 @@ class Across(Printed):
         parts = [_parts(row.predicted) for row in self.rows if row.predicted is not None]
         names = [*parts[0]] if parts else []
         table = Table()
-        table.add_column("predicted, ms")
+        table.add_column("predicted, ms", overflow="fold")
         for name in names:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         for at, row in enumerate(self.rows):
             found = {} if row.predicted is None else _parts(row.predicted)
             cells = [found.get(name, "") for name in names]

@@ -71,10 +71,9 @@ class Explanation(Printed):
         table.add_column("")
         for name in ("predicted, ms", "of limit", "measured, ms", "of limit"):
             table.add_column(name, justify="right")
-        table.add_column("settings", overflow="fold")
         for at, row in enumerate(self.rows):
             cells = [cell for time in (row.total, row.measured) for cell in self._cells(time)]
-            table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
+            table.add_row("\n".join(row.names), *cells, style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
 
@@ -89,6 +88,9 @@ class Explanation(Printed):
     def _lines(self) -> list[str]:
         """The lines below the table."""
         lines = [f"taken: {self.why}"]
+        lines.append(f"settings: {text_of(self.config, [*self.config])}")
+        others = [row for row in self.rows[1:] if row.config != NCCL]
+        lines += [f"{row.names[0]}: {text_of(row.config, [*row.config])}" for row in others]
         lacks = gluon_lacks((9, 0))
         if lacks and "gluon" in self.operator.forms and self.key["gpu"] != SIMULATED:
             lines.append(f"without the form gluon, which does not run with {lacks}, as here")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pkt.wording import rendered
+from pkt.wording import columns, rendered
 
 
 class Printed:
@@ -16,9 +16,9 @@ class Printed:
     _cell: Any = None  # in which it was printed
 
     def show(self) -> None:
-        """Print it: as wide as a terminal, else 120 columns."""
+        """Print it, at most 120 columns wide."""
         object.__setattr__(self, "_cell", _cell())  # subclasses are frozen
-        Console(width=None if sys.stdout.isatty() else 120).print(self)
+        Console(width=columns(120)).print(self)
 
     def __str__(self) -> str:
         return rendered(self, 120)

@@ -39,11 +39,15 @@ def size_text(nbytes: int) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
+# Notebooks give <pre> a proportional font, and a height of lines that cuts the frames of tables.
+_COLUMNS = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
+
+
 def html_text(text: str) -> str:
     """Plain text as a notebook shows it: escaped, with its columns aligned."""
     import html  # here, because only notebooks need it
 
-    return f"<pre>{html.escape(text)}</pre>"
+    return f'<pre style="{_COLUMNS}">{html.escape(text)}</pre>'
 
 
 def columns(most: int) -> int:

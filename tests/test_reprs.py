@@ -28,6 +28,7 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append(tag)
+        assert "font-family: monospace" in dict(attrs)["style"], "a notebook would show another font"
 
     def handle_data(self, data: str) -> None:
         self.text += data

@@ -332,7 +332,7 @@ def show(report: Report, console: Console) -> None:
     for problem in report.problems:
         colour = "red" if problem.fatal else "yellow"
         console.print(Text(f"{'missing' if problem.fatal else 'note'}: {problem.what}", style=colour))
-        console.print(Padding(Text(problem.remedy), (0, 0, 0, 4)))
+        console.print(Padding(Text(problem.remedy), (0, 0, 0, 4), expand=False))
     console.print(Text(verdict(report), style="bold"))
 
 

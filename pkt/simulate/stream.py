@@ -57,7 +57,7 @@ def accesses(name: str, args: tuple) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     """Of its first element, of a freed tensor, too."""
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 class _Watch(TorchFunctionMode):

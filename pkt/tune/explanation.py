@@ -93,7 +93,7 @@ class Explanation(Printed):
         lines += [f"{row.names[0]}: {text_of(row.config, [*row.config])}" for row in others]
         lacks = gluon_lacks((9, 0))
         if lacks and "gluon" in self.operator.forms and self.key["gpu"] != SIMULATED:
-            lines.append(f"without the form gluon, which does not run with {lacks}, as here")
+            lines.append(f"the form gluon does not run here: {lacks}")
         taken = self.rows[0]
         baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (

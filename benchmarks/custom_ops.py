@@ -21,6 +21,7 @@ import torch
 import pkt
 from benchmarks import _harness
 from pkt.kernels.operator import Operator, operators
+from pkt.progress import steps
 from tests.conformance import inputs
 
 LIMIT = 8.0  # us
@@ -52,7 +53,7 @@ def calls_of(world: pkt.World, operator: Operator) -> tuple[Call, Call]:
 
 def each(world: pkt.World, only: str) -> Iterator[tuple[str, Call, Call]]:
     """The name and the calls of every operator that runs here. Collective."""
-    for name, operator in operators().items():
+    for name, operator in steps(operators().items(), "operators", None if world.rank == 0 else False):
         if any(word in name for word in only.split(",")):
             plain, op = calls_of(world, operator)
             try:

@@ -1,7 +1,7 @@
 """`make demo`: run a fused GEMM + all-reduce on four simulated ranks, check it, search it for races, and break it.
 
-1. M = N = K = 512 in bf16 with the LCSC template. Every rank multiplies its share of K while other programs of the same
-   kernel reduce finished tiles. Every rank compares the result with an fp64 reference.
+1. M = N = K = 512 in bf16. Every rank multiplies its share of K while other programs of the same kernel reduce finished
+   tiles. Every rank compares the result with an fp64 reference.
 2. 200 random schedules of a smaller product, with the race detector on. No schedule may have a finding.
 3. The same kernel with one wait removed. The simulator finds the error and says where it is.
 
@@ -24,6 +24,7 @@ import pkt
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
 from pkt.simulate.faults import Faults, Mutant
 from pkt.simulate.run import Outcome, execute
+from pkt.wording import columns
 
 RANKS, SMS, COMM_SMS = 4, 8, 2
 SIZE, TILE = 512, 128  # of the run that is timed and drawn
@@ -59,11 +60,13 @@ def run(size: int, tile: int, **options: Any) -> Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "pkt demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo-timeline.png"), help="where the picture goes")
-    parser.add_argument("--schedules", type=int, default=SCHEDULES)
+    parser.add_argument("--schedules", type=int, default=SCHEDULES, help="how many to explore")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=columns(120))
 
     table = Table(title=f"Fused GEMM + all-reduce on {RANKS} simulated ranks, bf16", title_justify="left")
     for column in ("step", "result", "seconds"):

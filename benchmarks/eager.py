@@ -37,6 +37,7 @@ from benchmarks._process_group import ENVIRONMENT, prepare
 from benchmarks.runtime import Recorder, recording
 from pkt.kernels.declaration import Case
 from pkt.kernels.operator import Operator, operators
+from pkt.progress import steps
 from pkt.runtime.launch import replay
 from tests.conformance import inputs
 
@@ -103,7 +104,8 @@ def ordered(world: pkt.World, sizes: Sizes, only: str, gpu: bool) -> Iterator[tu
         for form, call in calls_of(world, operator, sizes, gpu).items()
     }
     chosen = [name for name in every if not only or any(word in name for word in only.split(","))]
-    for name in sorted(chosen, key=lambda name: not any(word in name for word in FIRST)):
+    first = sorted(chosen, key=lambda name: not any(word in name for word in FIRST))
+    for name in steps(first, "forms", None if world.rank == 0 else False):
         yield name, every[name]
 
 

@@ -26,6 +26,7 @@ import torch
 import pkt
 from benchmarks import _harness
 from pkt.kernels.operator import operators
+from pkt.progress import steps
 from pkt.runtime.workers.workers import Workers
 
 LIMITS = {"empty cache": 2e3, "warm cache": None, "new shape": 20.0}  # ms
@@ -75,7 +76,8 @@ def main() -> int:
     given = parser.parse_args()
     end, rows, left = time.time() + given.seconds, [], []
     tuned = [name for name, operator in operators().items() if operator.tuning]
-    for mode, name, (label, shape) in itertools.product(MODES, tuned, SHAPES.items()):
+    cases = list(itertools.product(MODES, tuned, SHAPES.items()))
+    for mode, name, (label, shape) in steps(cases, "first"):
         case = f"{name}, {label}, {mode or 'default'}"
         if time.time() > end:
             left.append(case)

@@ -29,6 +29,7 @@ from benchmarks import _harness
 from benchmarks._check import BOUND
 from pkt.kernels.grouped_matmul import grouped_matmul
 from pkt.kernels.shared.tile_product import Tiles
+from pkt.progress import steps
 from pkt.tune.distance import distance
 from pkt.tune.timers import sleep
 
@@ -147,7 +148,7 @@ def measure(world: Any, sizes: Sequence[int], routing: str, layouts: Sequence[st
 
     memory = normal(OWN, k, n)
     found: list[Timed] = []
-    for tokens in sizes:
+    for tokens in steps(sizes, "products"):
         offsets = routed(tokens, routing, device)
         rows = int(offsets[-1])
         x, out = normal(rows, k), torch.empty(rows, n, dtype=torch.bfloat16, device=device)

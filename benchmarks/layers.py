@@ -25,6 +25,7 @@ import pkt
 from benchmarks import _harness
 from benchmarks._process_group import ENVIRONMENT, prepare
 from benchmarks._timing import gate
+from pkt.progress import steps
 from pkt.tune.distance import distance
 from pkt.tune.timers import sleep
 
@@ -90,7 +91,7 @@ def measure(world: Any, tokens: Sequence[int], end: float) -> dict[str, list[flo
     ]
     ways = {"pkt": by_pkt(world), "NCCL + cuBLAS": by_nccl(world)}
     found: dict[str, list[float]] = {}
-    for count in tokens:
+    for count in steps(tokens, "layers", None if world.rank == 0 else False):
         if max(world.all_gather_object(time.time())) > end:
             break
         x = normal(count // size, HIDDEN, 1.0)

@@ -18,6 +18,7 @@ import pkt
 from benchmarks import link_gluon
 from benchmarks import link_kernels as kernels
 from pkt.kernels.all_reduce import all_reduce, one_shot_kernel
+from pkt.progress import steps
 
 MIB = 1 << 20
 ITEM = 2  # bytes of a bf16
@@ -398,7 +399,7 @@ def measure(world: pkt.World, plan: Plan, parts: Iterable[str] = tuple(PARTS)) -
     """Run the parts on this rank and return its records."""
     bench = Bench(world, plan)
     world.barrier()
-    for part in parts:
+    for part in steps(parts, "link", None if world.rank == 0 else False):
         start = time.perf_counter()
         PARTS[part](bench)
         world.barrier()

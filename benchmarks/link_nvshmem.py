@@ -21,6 +21,7 @@ import pkt
 from benchmarks import _harness
 from benchmarks import link_kernels as kernels
 from benchmarks._process_group import ENVIRONMENT, prepare
+from pkt.progress import steps
 
 LINES, WORDS = 1 << 19, 32  # lines of 128 bytes: more than the caches hold
 STEPS, REPEATS = 4000, 20
@@ -89,7 +90,7 @@ def measure(world: pkt.World) -> dict[str, list[float]]:
         "nvshmem_getmem": lambda: memory[(1,)](theirs, out, STEPS, peer, num_warps=1),
     }
     found: dict[str, list[float]] = {}
-    for name, run in runs.items():
+    for name, run in steps(runs.items(), "transfers", None if world.rank == 0 else False):
         world.barrier()
         for _ in range(3):
             out.fill_(-1)

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks._harness import ROOT
 from benchmarks._pictures import KEY
+from pkt.progress import steps
 
 FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(FOLDER.glob("[1-46]-*.md"))  # 5 needs GPUs
@@ -81,7 +82,7 @@ def draw(page: Path) -> None:
 
 
 def main() -> None:
-    for page in PAGES:
+    for page in steps(PAGES, "notebooks"):
         page.with_suffix(".ipynb").write_text(notebook(page))
         if pictures(page):
             draw(page)

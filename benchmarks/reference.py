@@ -17,6 +17,42 @@ A form that begins with "over nodes" is for worlds of several [nodes](scale-out.
 number of nodes. Such worlds run in the simulator only.
 `python -m benchmarks.reference > docs/operators.md` makes this page.
 [Add an operator](adding-an-operator.md)
+
+## What they share
+
+- A *flagged word* is 12 bytes of data and a flag of 4 bytes. A reader that finds the flag has the data, so forms with flagged
+  words need no barrier.
+- In the fused products b may be the `w.t()` of a Linear's weight. A bias and relu, gelu or silu are applied before the result
+  is rounded.
+- Every operator but `broadcast` takes `out=`.
+- The fused products take `workspace=pkt.Workspace()` if their buffers should not live as long as the world.
+  `matmul_all_to_all` and `all_to_all_matmul` take none.
+- pkt caches the launch setup, so a warm eager call is cheaper than a plain Triton launch of the same kernel. When a call of
+  several kernels and copies has had the same addresses twice, pkt records it. Later calls with these addresses cost one driver
+  call.
+
+## Which form a call takes
+
+Without `mode=`, a collective chooses by the operands and their size:
+
+| collective | small: low-latency | then | `copy` from |
+|---|---|---|---|
+| `all_gather`, `all_to_all` | up to a megabyte or two | `push`; `pull` if the result is not symmetric | 256 MiB of the result |
+| `reduce_scatter` | up to a megabyte or two | `push` | 512 MiB of x; on 2 ranks 2 GiB |
+| `all_reduce` | up to a megabyte or two | `multimem` for sums where the ranks have multicast; else `two_shot`, and `two_shot_push` from 4 MiB | 256 MiB of x, where `multimem` is not chosen |
+| `broadcast` | up to a megabyte or two | `pass_on` | never |
+
+A fused product on GPUs takes the form that was tuned on this machine, or was measured for a shape like this one. Otherwise it
+takes the form with the least predicted time. `pkt.explain` names the form and the reason. In the simulator the default is
+`push`, `add` or `lcsc`. `matmul_all_to_all` and `all_to_all_matmul` take `unfused` by default. The other fused products have
+these forms beside their own:
+
+| `mode` | what it does | where it runs |
+|---|---|---|
+| `gluon` | the fused form in specialised warps | bf16 or fp16, rows of whole 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6, A sharded by rows |
+| `low_latency` | for few rows: one launch without a barrier reads the weights once | up to 8 ranks |
+| `unfused` | cuBLAS and pkt's collective, one after the other | everywhere |
+| `nccl` | cuBLAS and NCCL, through torch.distributed | GPUs in a process group |
 """
 
 

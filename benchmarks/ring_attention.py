@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pkt
 from benchmarks import _harness
 from benchmarks._check import BOUND
+from pkt.progress import steps
 from pkt.runtime.groups import process_group
 from pkt.tune.distance import distance
 from pkt.tune.timers import sleep
@@ -160,7 +161,7 @@ def wanted(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 def measure(world: Any, cases: tuple[Case, ...]) -> list[tuple[Case, str, float, list[float]]]:
     """Case, variant, error and milliseconds of every repeat on this rank."""
     found = []
-    for case in cases:
+    for case in steps(cases, "attention", None if world.rank == 0 else False):
         rows, device = case.S // world.size, world.torch_device
         random = torch.Generator(device=device).manual_seed(world.rank)
         q, k, v = (

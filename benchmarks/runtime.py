@@ -27,6 +27,7 @@ import pkt
 from benchmarks import _harness
 from benchmarks._collective import module_of
 from pkt.kernels.operator import operators
+from pkt.progress import steps
 from tests.conformance import inputs
 
 INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free; us that an operator may add
@@ -85,7 +86,7 @@ def time_operators(world: pkt.World) -> dict[str, list[float]]:
     """Microseconds of host time in each repeat, by figure. Collective."""
     found = {}
     gpu = world.torch_device.type == "cuda"
-    for name, call in calls_of(world).items():
+    for name, call in steps(calls_of(world).items(), "operators", None if world.rank == 0 else False):
         call()  # compiles, and makes the plan
         world.synchronize()
         world.barrier()
@@ -154,7 +155,7 @@ world.close()
 def time_init(ranks: int) -> list[float]:
     """Seconds of pkt.init() in fresh processes, with CUDA's own start; the slowest rank of each attempt."""
     taken = []
-    for attempt in range(3):
+    for attempt in steps(range(3), "pkt.init"):
         job = {
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",

@@ -26,6 +26,7 @@ import torch
 
 import pkt
 from pkt.kernels.operator import operators
+from pkt.progress import following
 from pkt.runtime.world import World
 from pkt.tune.distance import distance
 from tests.conformance import inputs
@@ -138,15 +139,16 @@ def grown(states: Sequence[Mapping[str, float]]) -> dict[str, str]:
 def soak(device: Literal["cpu", "cuda"], seconds: float, seed: int, ranks: int, calls: int = CALLS) -> dict[str, Any]:
     """Open worlds for so many seconds, three at least. {"worlds", "distance", "grown"}."""
     end, states, worst, pick = time.monotonic() + seconds, list[dict[str, float]](), 0.0, random.Random(seed)
-    while time.monotonic() < end or len(states) < 3:
-        size = pick.randint(2, ranks) if device == "cpu" else ranks
-        more: dict[str, Any] = {"sms": 4} if device == "cpu" else {}
-        of_ranks = pkt.launch(work, size, device, (pick.randrange(1 << 30), calls), heap="64MiB", **more)
-        worst = max(worst, *(one["distance"] for one in of_ranks))
-        found = state()
-        if device == "cuda":  # the workers are warm, and theirs may not grow either
-            found["descriptors"] = max(one["descriptors"] for one in of_ranks)
-        states.append(found)
+    with following("soak, s", int(seconds), lambda: min(int(seconds), int(time.monotonic() - end + seconds))):
+        while time.monotonic() < end or len(states) < 3:
+            size = pick.randint(2, ranks) if device == "cpu" else ranks
+            more: dict[str, Any] = {"sms": 4} if device == "cpu" else {}
+            of_ranks = pkt.launch(work, size, device, (pick.randrange(1 << 30), calls), heap="64MiB", **more)
+            worst = max(worst, *(one["distance"] for one in of_ranks))
+            found = state()
+            if device == "cuda":  # the workers are warm, and theirs may not grow either
+                found["descriptors"] = max(one["descriptors"] for one in of_ranks)
+            states.append(found)
     return {"worlds": len(states), "distance": worst, "grown": grown(states), "last": states[-1]}
 
 

@@ -173,12 +173,13 @@ def main() -> None:
     if given.work:
         return work(given.work)
     from benchmarks._harness import commit, host
+    from pkt.progress import steps  # which the other checkout may lack
 
     wanted = cases(given.ranks)
     found: dict[str, list[list[dict[str, Any]]]] = {"this": [], "other": []}
-    for _ in range(given.turns):
-        for name, checkout in (("other", given.other.resolve()), ("this", ROOT)):
-            found[name].append(turn(checkout, wanted, given.ranks))
+    order = given.turns * [("other", given.other.resolve()), ("this", ROOT)]
+    for name, checkout in steps(order, "turns"):
+        found[name].append(turn(checkout, wanted, given.ranks))
     rows = []
     for at, one in enumerate(wanted):
         row: dict[str, Any] = {"operator": one["operator"], "case": one["case"], "shapes": one["shapes"]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ def short_names() -> dict[str, str]:
 
 
 def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
-    """Run the benchmark `arguments[0]` with the other arguments. Exits with status 2 if there is no such benchmark."""
+    """Run the benchmark `arguments[0]` with the other arguments. Exits with status 2 if there is no such benchmark, and
+    with 0 after a list of them, where it is --help."""
     files = sorted((checkout / "benchmarks").glob("[a-z]*.py"))
     programs = [file.stem for file in files if '__name__ == "__main__"' in file.read_text()]
     short = short_names()
@@ -35,15 +37,29 @@ def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
         remedy = "they come with a clone of pkt: install that one, with pip install -e ."
         raise Unsupported.here(f"pkt bench {name}".rstrip(), f"found no benchmarks beside pkt in {checkout}", remedy)
     if name not in programs:
-        names = dict.fromkeys([*short, *programs, *operators()])
-        print(f"python -m pkt.bench NAME [options]; the names: {', '.join(names)}")
-        sys.exit(2)
+        print(_listed(short, [p for p in programs if p not in operators()]))
+        if name != "--help":
+            print(f"pkt bench: {f'found {name!r}, ' if name else ''}wanted one of these names", file=sys.stderr)
+        sys.exit(0 if name == "--help" else 2)
     wants_gpus = name in {*operators(), "forms"} and not {"cpu", "--help"} & set(options)
     if wants_gpus and checkout == CHECKOUT and not torch.cuda.is_available():
         raise Unsupported.here(f"pkt bench {arguments[0]}", "found no GPU", "pkt explain predicts times without one")
     sys.path.insert(0, str(checkout))  # the ranks' processes import benchmarks by name, too
     sys.argv = [name, *options]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+
+
+def _listed(short: dict[str, str], others: list[str]) -> str:
+    """The names of all benchmarks, in lines of 78 columns."""
+    names = {name: f"{name} ({short_name})" for short_name, name in short.items()}
+    lines = ["Usage: pkt bench NAME [options]      pkt bench NAME --help lists the options"]
+    groups = {"Operators": [names.get(name, name) for name in operators()], "Others": others}
+    for title, group in groups.items():
+        words = [word.replace(" ", "\0") for word in group]  # a short name stays beside its name
+        text = textwrap.fill(", ".join(words), 78, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        lines += ["", f"{title}:", text.replace("\0", " ")]
+    examples = "pkt bench ag_gemm --ranks 4", "pkt bench all_reduce --device cpu --quick", "pkt bench simulator --help"
+    return "\n".join([*lines, "", "Examples:", *(f"  {line}" for line in examples)])
 
 
 if __name__ == "__main__":

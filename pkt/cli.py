@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from pkt.simulate.command import main as simulate
 from pkt.tune.command import main as tune
 from pkt.tune.command import shape_of
 from pkt.tune.explanation import explain as explained
+from pkt.wording import columns
 
 
 class _Commands(typer.core.TyperGroup):
@@ -31,7 +31,6 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="ParallelKittens for Triton.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,11 +48,20 @@ def _version(shown: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(
+    epilog=_examples(
+        "pkt doctor                         what runs on this machine",
+        "pkt simulate ring.py --ranks 4     1,000 schedules of main(world) in ring.py",
+        "pkt COMMAND --help                 options and more examples",
+    )
+)
 def main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+    ] = False,
 ) -> None:
-    """ParallelKittens for Triton: kernels that compute and communicate on several GPUs."""
+    """ParallelKittens for Triton: kernels that compute and communicate on several GPUs, and a simulator that runs and
+    checks them with no GPU."""
 
 
 @app.command(
@@ -67,8 +75,7 @@ def doctor(
     report = examine()
     if bandwidth and report.ok:
         measure(report)
-    # For a file or a pipe rich assumes 80 columns, which would break the lines of tables.
-    show(report, Console(width=None if sys.stdout.isatty() else 120))
+    show(report, Console(width=columns(120)))
     raise typer.Exit(report.status)
 
 
@@ -124,13 +131,13 @@ def explain(
 _ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@app.command(short_help="run a benchmark of a checkout: pkt bench NAME [options]", context_settings=_ANY)
+@app.command(short_help="run a benchmark of a clone of pkt; without a name list them", context_settings=_ANY)
 def bench(ctx: typer.Context) -> None:
     """Run a benchmark, as `python -m pkt.bench`; without a name it lists them."""
-    benchmark(["" if ctx.args[:1] == ["--help"] else ctx.args[0], *ctx.args[1:]] if ctx.args else [])
+    benchmark(ctx.args)
 
 
-@app.command(short_help="check, explore, break and draw a fused product", context_settings=_ANY)
+@app.command(short_help="check, explore, break and draw a fused product, in a clone", context_settings=_ANY)
 def demo(ctx: typer.Context) -> None:
     """Run the demo of a checkout: a fused GEMM + all-reduce on four simulated ranks, checked, explored and broken."""
     benchmark(["demo", *ctx.args])

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -331,7 +332,7 @@ def show(report: Report, console: Console) -> None:
     for problem in report.problems:
         colour = "red" if problem.fatal else "yellow"
         console.print(Text(f"{'missing' if problem.fatal else 'note'}: {problem.what}", style=colour))
-        console.print(Text(f"    {problem.remedy}"))
+        console.print(Padding(Text(problem.remedy), (0, 0, 0, 4), expand=False))
     console.print(Text(verdict(report), style="bold"))
 
 
@@ -351,12 +352,13 @@ def verdict(report: Report) -> str:
     """The last line of the report: whether pkt runs on GPUs here, and on how many."""
     if not report.ok:
         return (
-            "pkt does not run on GPUs here. On this machine these do:\n"
-            '    pkt.launch(fn, ranks=4, device="cpu")      every kernel and operator, in the simulator\n'
-            "    pkt simulate file.py                       many schedules: races, deadlocks, lost signals\n"
-            "    pkt explain ag_gemm --m 8192 --n 2048 --k 8192     what an operator takes on an H200, and how long\n"
-            "A machine with GPUs needs NVIDIA GPUs that access each other (NVLink), their driver, a torch built for\n"
-            "CUDA and a C compiler. The forms in Gluon need an H100 or H200 and Triton 3.6."
+            "pkt does not run on GPUs here. These run on this machine:\n"
+            '    pkt.launch(fn, ranks=4, device="cpu")    kernels and operators, simulated\n'
+            "    pkt simulate file.py                     races, deadlocks, lost signals\n"
+            "    pkt explain ag_gemm --m 8192 --n 2048 --k 8192    predicted times on H200\n"
+            "A machine with GPUs needs NVIDIA GPUs that access each other (NVLink), their\n"
+            "driver, a torch built for CUDA and a C compiler. The forms in Gluon need an\n"
+            "H100 or H200 and Triton 3.6."
         )
     tried = f" (tried, in {report.seconds:.1f} s)" if report.seconds is not None else ""
     if report.ranks == 1:

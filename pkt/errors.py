@@ -147,8 +147,8 @@ class CollectiveMismatch(PktError):
     @classmethod
     def closed(cls, places: Mapping[int, str], size: int) -> CollectiveMismatch:
         """`places`: by rank that closed its world, the line, or "" where it is not known."""
-        said = {r: f"closes its world at {places[r]}" if places[r] else "closes its world" for r in places}
-        said |= {r: "does not close it" for r in range(size) if r not in places}
+        said = {r: f"closed its world at {places[r]}" if places[r] else "closed its world" for r in places}
+        said |= {r: "left it open" for r in range(size) if r not in places}
         return cls.of(
             f"close() on some ranks only: {ranks_text(said)}: close the world on every rank, or leave it to pkt.launch",
             calls=said,

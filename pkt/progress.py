@@ -1,11 +1,13 @@
 """Progress bars with the time left, for work that takes more than two seconds: on a terminal and in a notebook.
 
-A bar is on standard error, and disappears at the end. In a file, a pipe or a CI job there is none.
+A bar is on standard error, and disappears at the end. In a file, a pipe or a CI job there is none. A process that
+pkt.launch has started has no terminal: it prints a line every few seconds, if its caller has one.
 Imports nothing of pkt.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,7 +17,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 REFRESH = 0.2  # seconds between two pictures of a bar or line
-PATIENCE = 2.0  # seconds of work before a notebook shows a line
+PATIENCE = 2.0  # seconds of work before a line of text is shown
+LINES = 5.0  # seconds between two lines of a worker
+OF_WORKERS = "PKT_PROGRESS"
+"""Environment variable of the workers' processes: 1 where their caller has a terminal or is a notebook."""
 _Update = Callable[["int | None", str], None]
 Advance = Callable[[str], None]
 """Called after each step, with a few words for the end of the bar."""
@@ -62,17 +67,25 @@ def following(what: str, total: int, done: Callable[[], int], shown: bool | None
 @contextmanager
 def _drawn(what: str, total: int | None, shown: bool | None) -> Iterator[_Update | None]:
     """A function that sets how many steps are done, or adds one where that is None; None without a bar."""
-    notebook = "ipykernel" in sys.modules
+    notebook, worker = "ipykernel" in sys.modules, os.environ.get(OF_WORKERS) == "1"
     if shown is None:
-        shown = notebook or sys.stderr.isatty()
+        shown = watched() or worker
     if not shown:
         yield None
     elif notebook:
-        with _in_a_notebook(what, total) as update:
+        with _as_text(what, total, REFRESH, _output()) as update:
+            yield update
+    elif worker:
+        with _as_text(what, total, LINES, _line) as update:
             yield update
     else:
         with _on_a_terminal(what, total) as update:
             yield update
+
+
+def watched() -> bool:
+    """Whether somebody sees what this process says now: on a terminal or in a notebook."""
+    return "ipykernel" in sys.modules or sys.stderr.isatty()
 
 
 @contextmanager
@@ -109,29 +122,45 @@ def _on_a_terminal(what: str, total: int | None) -> Iterator[_Update]:
 
 
 @contextmanager
-def _in_a_notebook(what: str, total: int | None) -> Iterator[_Update]:
-    """One line of text, from two seconds on; rich's bar would need ipywidgets, and leave an empty output behind."""
-    from IPython.display import display
-
-    begin = shown_at = time.monotonic()
-    done, handle = 0, None
+def _as_text(what: str, total: int | None, every: float, show: Callable[[str], None]) -> Iterator[_Update]:
+    """A line of text, shown from two seconds on, and at the end an empty one."""
+    begin, shown_at, done = time.monotonic(), 0.0, 0
 
     def update(completed: int | None, said: str) -> None:
-        nonlocal done, shown_at, handle
+        nonlocal done, shown_at
         done = done + 1 if completed is None else completed
         now = time.monotonic()
-        if now < begin + PATIENCE or now < shown_at + REFRESH:
+        if now < begin + PATIENCE or (shown_at and now < shown_at + every):
             return
         shown_at = now
         left = f"{(total - done) * (now - begin) / done:.0f} s left" if done and total else ""
-        text = {"text/plain": f"{what} {done}/{total}  {said}  {left}"}
-        if handle is None:
-            handle = display(text, raw=True, display_id=True)
-        else:
-            handle.update(text, raw=True)
+        show(f"{what} {done}/{total}  {said}  {left}")
 
     try:
         yield update
     finally:
-        if handle is not None:
-            handle.update({"text/plain": ""}, raw=True)
+        if shown_at:
+            show("")
+
+
+def _output() -> Callable[[str], None]:
+    """Shows a text in a notebook's cell, in place of the one before. rich's bar would need ipywidgets, and leave an
+    empty output behind."""
+    from IPython.display import display
+
+    handle: Any = None
+
+    def show(text: str) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            handle.update({"text/plain": text}, raw=True)
+
+    return show
+
+
+def _line(text: str) -> None:
+    """Shows a text through the process that started this one, which prints it behind the number of the rank."""
+    if text:
+        print(text, file=sys.stderr, flush=True)

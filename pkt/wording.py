@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,19 +39,28 @@ def size_text(nbytes: int) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
+# Notebooks give <pre> a proportional font, and a height of lines that cuts the frames of tables.
+_COLUMNS = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
+
+
 def html_text(text: str) -> str:
     """Plain text as a notebook shows it: escaped, with its columns aligned."""
     import html  # here, because only notebooks need it
 
-    return f"<pre>{html.escape(text)}</pre>"
+    return f'<pre style="{_COLUMNS}">{html.escape(text)}</pre>'
+
+
+def columns(most: int) -> int:
+    """The width of what is printed: that of the terminal, `most` at most; `most` in a file, a pipe and a notebook."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
 
 
 def rendered(shown: Any, width: int = 110) -> str:
-    """A table of rich, or a group of them, as plain text."""
+    """A table of rich, or a group of them, as plain text of at most `width` columns."""
     from rich.console import Console  # here: rich takes longer to import than pkt
 
     out = io.StringIO()
-    Console(width=width, file=out, color_system=None, force_jupyter=False).print(shown)
+    Console(width=columns(width), file=out, color_system=None, force_jupyter=False).print(shown)
     return out.getvalue().rstrip()
 
 

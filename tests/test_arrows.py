@@ -73,7 +73,7 @@ ARROWS = {
         ],
         ["torch", "triton", "cuda"],
     ),
-    "pkt.runtime.workers": (["pkt.errors", "pkt.runtime.processes"], ["triton", "cloudpickle"]),
+    "pkt.runtime.workers": (["pkt.errors", "pkt.progress", "pkt.runtime.processes"], ["triton", "cloudpickle"]),
     "pkt.runtime.bootstrap": (
         [
             "pkt.errors",
@@ -142,7 +142,7 @@ ARROWS = {
         ["torch", "triton", "numpy", "rich", "platformdirs", "matplotlib"],
     ),
     "pkt.tune.command": (
-        ["pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.model", "pkt.kernels.operator", "pkt.tune"],
+        ["pkt.errors", "pkt.wording", "pkt.launcher", "pkt.runtime", "pkt.model", "pkt.kernels.operator", "pkt.tune"],
         ["torch", "typer", "rich"],
     ),
     "pkt.bench": (["pkt.errors", "pkt.kernels.operator"], ["benchmarks", "torch"]),

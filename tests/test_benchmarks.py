@@ -221,6 +221,15 @@ def test_bench_lists_the_benchmarks(arguments: list[str], checkout: Path, capsys
     assert "module" not in said
 
 
+def test_help_of_bench_is_the_list(checkout: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["--help"], checkout)
+    said = capsys.readouterr()
+    assert "ag_gemm" in said.out
+    assert not said.err
+    assert max(map(len, said.out.splitlines())) <= 80
+
+
 def test_bench_without_a_checkout_says_so(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="pkt bench demo: found no benchmarks .*clone of pkt: install that"):
         bench.main(["demo"], tmp_path)

@@ -1,6 +1,7 @@
 """`pkt doctor`: its report and exit status on many machines. It changes nothing on the GPUs."""
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -345,13 +346,16 @@ def test_which_triton_has_the_forms_in_gluon(monkeypatch, version, told):
     assert ("note: the forms in Gluon" in text(report)) == told
     found = str(pkt.explain("ag_gemm", M=8192, N=2048, K=8192, gpu="NVIDIA H200"))
     assert ("mode=gluon" in found) != told
-    assert (f"without the form gluon, which does not run with Triton {version}, not 3.6, as here" in found) == told
+    assert (f"the form gluon does not run here: Triton {version}, not 3.6" in found) == told
 
 
 def test_without_gpus_the_last_lines_say_what_works():
     page = text(examine([]))
     for line in ('device="cpu"', "pkt simulate file.py", "pkt explain ag_gemm", "A machine with GPUs needs"):
         assert line in page
+    narrow = Console(width=80, file=io.StringIO(), force_jupyter=False)
+    doctor.show(examine([]), narrow)
+    assert page.rpartition("pkt does not run")[2] in narrow.file.getvalue(), "no line is broken on a narrow terminal"
 
 
 def test_a_world_that_fails_is_fatal():

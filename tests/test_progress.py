@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import pkt
 from benchmarks import _run, zoo
 from pkt import doctor, progress
+from pkt.runtime.workers import workers
 
 
 class Terminal(io.StringIO):
@@ -95,6 +97,44 @@ def test_benchmarks_show_how_far_they_are(kind: type[io.StringIO], monkeypatch: 
     monkeypatch.setattr(_run, "_case", lambda *args: [{"variant": "a"}])
     assert len(_run.run("benchmarks.some", "cpu", 2, True, None)) == 2  # type: ignore[arg-type]
     assert shows(screen, "some", "2/2", "N = 2, a")
+
+
+OTHERS = {
+    "calibrate": "a fit has no steps",
+    "demo": "pkt.simulate shows its schedules",
+    "exhaustive": "the tuner shows its candidates",
+    "operators": "the benchmarks that it calls show theirs",
+} | dict.fromkeys(("figures", "reference", "scale_out", "tuned"), "some seconds at most")
+"""Benchmarks without a bar of their own, and the reason."""
+
+
+def test_every_benchmark_shows_how_far_it_is() -> None:
+    files = Path(_run.__file__).parent.glob("[a-z]*.py")
+    programs = {file.stem: file.read_text() for file in files}
+    programs = {name: text for name, text in programs.items() if '__name__ == "__main__"' in text}
+    shows = ("pkt.progress", "benchmarks._command", "benchmarks._run", "import link_measure", "benchmarks.link_measure")
+    silent = {name for name, text in programs.items() if not any(f"from {word} " in text for word in shows)}
+    assert silent <= OTHERS.keys() | {"collectives", "played"}, "these take longer than two seconds in silence"
+
+
+def test_a_worker_says_how_far_it_is_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, now = standard_error(io.StringIO, monkeypatch), [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for told, said in ("0", ""), ("1", "tuning 2/9    7 s left\ntuning 7/9    2 s left\n"):
+        monkeypatch.setenv(progress.OF_WORKERS, told)
+        for _ in progress.steps(range(9), "tuning"):
+            now[0] += 1.0
+        assert screen.getvalue() == said, "a line from two seconds on, then every five seconds"
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_workers_know_whether_somebody_sees_them(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    standard_error(kind, monkeypatch)
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda *args, env, **options: given.append(env))
+    mine, _ = workers._start_process({"A": "b"})
+    mine.close()
+    assert given == [{"A": "b", progress.OF_WORKERS: "1" if kind is Terminal else "0"}]
 
 
 @KINDS

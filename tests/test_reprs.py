@@ -28,6 +28,7 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append(tag)
+        assert "font-family: monospace" in dict(attrs)["style"], "a notebook would show another font"
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -132,13 +133,28 @@ def test_a_notebook_shows_one_line_of_progress_and_no_warning(
     assert not recwarn.list
 
 
-def test_text_of_an_explanation_is_not_displayed_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explanation_is_displayed_once_and_its_text_not_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """rich displays in a notebook whatever file it is given."""
     import rich.console
 
     notebook = Notebook(monkeypatch)
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
-    for value in (pkt.explain("gemm_ar", M=64, N=64, K=64), pkt.explain("all_reduce", shape=64)):
+    shell: Any = SimpleNamespace(execution_count=1)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    explained = (
+        pkt.explain("gemm_ar", M=64, N=64, K=64), pkt.explain("all_reduce", shape=64),
+        pkt.explain("all_reduce", shape=64, size=8, node_size=4),
+    )  # fmt: skip
+    for value in explained:
+        assert len(notebook.outputs) == 3
+        value._ipython_display_()  # the value of the cell that printed it
+        assert len(notebook.outputs) == 3
+        shell.execution_count = 2
+        value._ipython_display_()
+        assert len(notebook.outputs) == 4
+        shell.execution_count = 1
+        notebook.outputs[:] = ["", "", ""]
+    for value in explained:
         notebook.outputs.clear()
         assert "all_reduce: " in str(value)
         assert notebook.outputs == []

@@ -203,8 +203,8 @@ COMMANDS = {  # what is wrong -> a word of what is said; each ends with status 2
     "explain all_reduce --shape 4 --dtype int8": "dtype: found int8",
     "doctor --wrong": "--wrong",
     "nothing": "nothing",
-    "bench nothing": "the names: ",
-    "bench": "the names: ",
+    "bench nothing": "found 'nothing', wanted one of these names",
+    "bench": "wanted one of these names",
 }
 
 

@@ -35,7 +35,7 @@ from pkt.simulate.interpreter import argument, builder, interpret, interpreting,
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
-from pkt.simulate.sites import host_call, site
+from pkt.simulate.sites import host_call, of_task, site
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
 from pkt.trace import Event
@@ -516,6 +516,7 @@ class Machine:
         """The error itself if it is one of pkt's, else RankFailed with the rank's traceback."""
         if isinstance(error, PktError):
             return error
+        error.__traceback__ = of_task(error.__traceback__, Machine._switch.__code__)
         text = "".join(traceback.format_exception(error))
         failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
         failed.__cause__ = error

@@ -1,6 +1,6 @@
-"""torch's modes of a thread: gradients, inference, autocast, function modes, hooks of saved tensors, and the dispatch
-keys that an operator's code runs below. Simulated ranks are greenlets of one thread, and each has its own, as a process
-has."""
+"""torch's modes: gradients, inference, autocast, default dtype, deterministic algorithms, function modes, hooks of
+saved tensors, and the dispatch keys that an operator's code runs below. Simulated ranks are greenlets of one thread,
+and each has its own, as a process has."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Modes(NamedTuple):
     inference: bool
     autocast: bool
     autocast_dtype: torch.dtype
+    dtype: torch.dtype  # of new tensors
+    deterministic: tuple[bool, bool]  # algorithms only, and only a warning about others
     functions: tuple[TorchFunctionMode, ...] = ()  # outermost first; without those of the simulation's caller
     hooks: tuple[tuple[Any, Any], ...] = ()  # of saved tensors, (pack, unpack), in the same order
     keys: tuple[Any, Any] | None = None  # dispatch keys included and excluded; None: as the others of these modes say
@@ -29,6 +31,8 @@ def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any,
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        _deterministic(),
         functions,
         hooks,
     )
@@ -48,6 +52,11 @@ def enter(wanted: Modes) -> None:
     torch._C._set_grad_enabled(wanted.grad)
     torch.set_autocast_enabled("cpu", wanted.autocast)
     torch.set_autocast_dtype("cpu", wanted.autocast_dtype)
+    if torch.get_default_dtype() != wanted.dtype:  # a change takes ten times as long as a look
+        torch.set_default_dtype(wanted.dtype)
+    if _deterministic() != wanted.deterministic:
+        enabled, warn_only = wanted.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 class Guard:
@@ -80,6 +89,10 @@ class Guard:
         found = modes(tuple(reversed(functions)), hooks)
         self._guard.__exit__(None, None, None)
         return found if keys == self._before else found._replace(keys=keys)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _keys() -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from pkt.runtime.world import World
 from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
-from pkt.simulate.sites import site
+from pkt.simulate.sites import of_task, site
 from pkt.simulate.standstill import whereabouts
 from pkt.simulate.turns import turn
 from pkt.trace import Timeline
@@ -76,7 +76,8 @@ class SimulatedRank:
         region = self._regions.pop(block.offset)
         self.machine.device.check_far(region)
         region.freed_at = block.site
-        region.memory[:] = POISON  # host views that outlive the tensor
+        region.memory[:] = POISON
+        self.machine.stream.watch(self.machine.hosts[self.rank])  # for plain views that outlive the tensor
 
     def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
         among = among or tuple(range(self.size))
@@ -221,6 +222,6 @@ def run(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 3
         others = [f for f in outcome.findings if f is not failure]
         for other in others[:5]:
             failure.add_note(str(other))
-        raise failure
+        raise failure.with_traceback(of_task(failure.__traceback__, Machine._switch.__code__))
     assert outcome.results is not None
     return outcome.results

@@ -48,6 +48,16 @@ def site() -> Site:
     return _outward(sys._getframe(1))
 
 
+def of_task(trace: Any, switch: Any) -> Any:
+    """The part of a traceback that is a task's own; None where no task raised. switch: the code that runs a task, down
+    to which the frames of all errors are the same."""
+    while trace is not None and trace.tb_frame.f_code is not switch:
+        trace = trace.tb_next
+    while trace is not None and _kind(trace.tb_frame.f_code.co_filename) == _MACHINERY:
+        trace = trace.tb_next
+    return trace
+
+
 def in_user_code() -> bool:
     """Whether user code called the function that asks."""
     return _kind(sys._getframe(2).f_code.co_filename) == _USER

@@ -136,7 +136,7 @@ def whereabouts(machine: Any) -> dict[int, str]:
         task = host.task
         closed = "" if host.closed is None else f", after close() at {host.closed}"
         if task.greenlet.dead:
-            found[host.rank] = f"has returned{closed}"
+            found[host.rank] = f"returned{closed}"
         else:
             running = sys._getframe() if task is machine.current else task.greenlet.gr_frame
             frame = running if task.aside is None else task.aside.frame

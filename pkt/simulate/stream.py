@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from pkt.errors import UseAfterFree
 from pkt.simulate.memory import Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.tasks import Host
@@ -54,8 +55,14 @@ def accesses(name: str, args: tuple) -> bool:
     return name not in _NO_ACCESS
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Of its first element, of a freed tensor, too."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+
+
 class _Watch(TorchFunctionMode):
-    """Active in the host code of a rank while its launches run."""
+    """Active in the host code of a rank while its launches run, and from its first plain view of a peer, or its first
+    `free`, on."""
 
     def __init__(self, stream: Stream, host: Host) -> None:
         super().__init__()
@@ -94,7 +101,7 @@ class Stream:
         return self._watches[rank]
 
     def watch(self, host: Host) -> None:
-        """Watch the host code of a rank from now on: it gets a plain tensor over another rank's memory."""
+        """Watch the host code of a rank from now on: it has plain tensors over memory that others use."""
         if host.watched or self.m.current is not host.task:
             return
         host.watched = True
@@ -107,7 +114,7 @@ class Stream:
 
     def accessed(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a torch function of host code: wait for the rank's launches if it accesses memory that they may, and
-        tell the race detector which parts of the heap it reads and writes."""
+        tell the race detector which parts of the heap it reads and writes. Raises UseAfterFree."""
         m = self.m
         task = m.current
         if task is None or not task.is_host or m.hosts[task.rank].waits or not accesses(name, args):
@@ -116,6 +123,11 @@ class Stream:
         tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if self._shared(tensor)]
         if not tensors:
             return
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in tensors:
+                region = self.m.space.holding(_address(tensor))
+                if region is not None and region.freed_at:
+                    raise UseAfterFree.host(task.rank, name, region.name, region.freed_at)
         with self.launching(host):
             m.finish_launches()  # other tasks may run here: so outside the next `with`, whose effect is the thread's
         if m.races and not any(part in name for part in _SOME_ELEMENTS):
@@ -140,7 +152,7 @@ class Stream:
     def _access(self, tensor: torch.Tensor) -> Strided | None:
         """The part of the heap that a tensor lies on; None for other memory."""
         itemsize = tensor.element_size()
-        address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * itemsize  # of a freed tensor, too
+        address = _address(tensor)
         if not tensor.numel() or self.m.space.owner(address) is None:
             return None
         try:

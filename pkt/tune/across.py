@@ -26,10 +26,10 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune.distance import BOUND, distance
 from pkt.tune.prediction import Asked, asked
+from pkt.tune.printed import Printed
 from pkt.tune.report import text_of
 from pkt.tune.search import Model, Search
 from pkt.tune.tuner import tune
-from pkt.wording import rendered
 
 MOST_ELEMENTS = 1 << 17
 """Of all ranks' x together: a search in the simulator then takes some seconds."""
@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Across:
+class Across(Printed):
     """The answer of `explain` for a call over several nodes; str() gives the text that was printed.
 
     key: the case. config: what the operator takes where nothing is given; why: the reason. rows: that config first,
@@ -62,18 +62,15 @@ class Across:
         parts = [_parts(row.predicted) for row in self.rows if row.predicted is not None]
         names = [*parts[0]] if parts else []
         table = Table()
-        table.add_column("predicted, ms")
+        table.add_column("predicted, ms", overflow="fold")
         for name in names:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         for at, row in enumerate(self.rows):
             found = {} if row.predicted is None else _parts(row.predicted)
             cells = [found.get(name, "") for name in names]
             table.add_row("\n".join(row.names), *cells, style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
-
-    def __str__(self) -> str:
-        return rendered(self, 120)
 
     def __repr__(self) -> str:
         return f"Across({self.operator.name}: {self.config})"

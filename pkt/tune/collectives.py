@@ -13,7 +13,8 @@ from rich.text import Text
 from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import Operator
 from pkt.model.gpu import Gpu
-from pkt.wording import dtype_text, rendered, size_text
+from pkt.tune.printed import Printed
+from pkt.wording import dtype_text, size_text
 
 CALL = "pkt.explain"
 
@@ -34,7 +35,7 @@ class Taken:
 
 
 @dataclass(frozen=True, repr=False)
-class Copies:
+class Copies(Printed):
     """The answer of `explain` for a collective; str() gives the text that was printed.
 
     key: x, dtype, number of ranks and GPU. symmetric, plain: what is taken for tensors of pkt and for others.
@@ -54,9 +55,6 @@ class Copies:
             table.add_row(taken.tensors, taken.mode, ", ".join(taken.copied) or "nothing", f"{taken.nbytes:,}", about)
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, Text(self._saved()))
-
-    def __str__(self) -> str:
-        return rendered(self, 120)
 
     def __repr__(self) -> str:
         return f"Copies({self.operator.name}: {self.plain.nbytes} bytes for plain tensors)"

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from pkt.tune.prediction import Asked, predictable
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
+from pkt.wording import columns
 
 ALIKE = 3
 """Most candidates of one predicted time that are tried."""
@@ -173,7 +173,7 @@ def main(
     else:
         layers = [_over_nodes(operator, every, (m, n, k), shape, ranks, node_size, network, dtype, device)]
     _check_folder(out)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=columns(120))
     found: dict[str, list[Search]] = {}
     gpu = ""
     for layer in layers:

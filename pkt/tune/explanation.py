@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -25,9 +24,10 @@ from pkt.tune import cache, tables
 from pkt.tune.across import Across, asked_of, check_across, check_nodes, explained
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.collectives import Copies, copies
+from pkt.tune.printed import Printed
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
-from pkt.wording import dtype_text, rendered
+from pkt.wording import dtype_text
 
 CALL = "pkt.explain"
 SIMULATED = "simulated"
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Printed):
     """The answer of `explain`; str() gives the text that was printed.
 
     key: the case, with the GPU. config: the settings that the operator takes; why: the reason. rows: that config first,
@@ -71,15 +71,11 @@ class Explanation:
         table.add_column("")
         for name in ("predicted, ms", "of limit", "measured, ms", "of limit"):
             table.add_column(name, justify="right")
-        table.add_column("settings", overflow="fold")
         for at, row in enumerate(self.rows):
             cells = [cell for time in (row.total, row.measured) for cell in self._cells(time)]
-            table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
+            table.add_row("\n".join(row.names), *cells, style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
-
-    def __str__(self) -> str:
-        return rendered(self, 120)
 
     def __repr__(self) -> str:
         return f"Explanation({self.operator.name}: {self.config})"
@@ -92,9 +88,12 @@ class Explanation:
     def _lines(self) -> list[str]:
         """The lines below the table."""
         lines = [f"taken: {self.why}"]
+        lines.append(f"settings: {text_of(self.config, [*self.config])}")
+        others = [row for row in self.rows[1:] if row.config != NCCL]
+        lines += [f"{row.names[0]}: {text_of(row.config, [*row.config])}" for row in others]
         lacks = gluon_lacks((9, 0))
         if lacks and "gluon" in self.operator.forms and self.key["gpu"] != SIMULATED:
-            lines.append(f"without the form gluon, which does not run with {lacks}, as here")
+            lines.append(f"the form gluon does not run here: {lacks}")
         taken = self.rows[0]
         baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (
@@ -175,7 +174,7 @@ def explain(
     else:
         operator, key = _asked(op, M, N, K, shape, dtype, size)
         found = _found(operator, key, machine if gpu in (None, machine["gpu"]) else {"gpu": gpu})
-    Console(width=None if sys.stdout.isatty() else 120).print(found)
+    found.show()
     return found
 
 

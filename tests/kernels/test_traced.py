@@ -203,11 +203,13 @@ def test_export() -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
 def test_fake_tensors_have_the_shapes_of_results() -> None:
     def run(world: Any) -> None:
         with FakeTensorMode():
             x, w = torch.empty(4, 8), torch.empty(8, 6, requires_grad=True)
             assert pkt.all_gather(x, dim=1).shape == (4, 16)
+            assert pkt.all_reduce(x).shape == (4, 8)
             q, k = pkt.all_gather_matmul(x, [w, w])
             assert q.shape == k.shape == (8, 6)
             with pytest.raises(pkt.ShapeError, match=r"b: found \(7, 6\), wanted \(8, 6\)"):

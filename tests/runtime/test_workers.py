@@ -90,7 +90,7 @@ def test_close_on_one_rank_only_is_an_error(workers):
             world.close()
         return world.rank
 
-    with pytest.raises(CollectiveMismatch, match="only: rank 0: does not close it; rank 1: closes its world: close"):
+    with pytest.raises(CollectiveMismatch, match="only: rank 0: left it open; rank 1: closed its world: close"):
         run(workers, closes, [1])
     assert run(workers, closes, [0, 1]) == run(workers, closes, []) == [0, 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import CollectiveMismatch, LostSignal, RankFailed
+from pkt.errors import CollectiveMismatch, LostSignal, RankFailed, ShapeError
 from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, line_of, outcome
 
@@ -149,6 +150,33 @@ def test_a_rank_that_raises_ends_the_run(seed: int) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.rank == 1
     assert (f"seed {seed} replays it" in message) is (seed != 0)
+
+
+def simulators(error: Any) -> list[str]:
+    """The functions of the simulator that a traceback goes through."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__) if "pkt/simulate" in frame.filename]
+
+
+def test_a_rank_that_raises_shows_its_own_lines_only() -> None:
+    def main(world: Any) -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(RankFailed) as caught:
+        pkt.launch(main, ranks=2, device="cpu")
+    assert simulators(caught.value.__cause__) == []
+    assert "pkt/simulate" not in str(caught.value)
+    assert 'in main\n    raise ValueError("on purpose")' in str(caught.value)
+    assert simulators(caught.value) == ["run"]
+
+
+def test_an_error_of_pkt_shows_the_line_of_the_rank_that_made_it() -> None:
+    def main(world: Any) -> None:
+        pkt.empty(-1)
+
+    with pytest.raises(ShapeError) as caught:
+        pkt.launch(main, ranks=2, device="cpu")
+    assert simulators(caught.value) == ["run"]
+    assert "main" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
 def test_a_kernel_that_raises_names_its_line() -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -231,6 +232,25 @@ def test_every_rank_has_its_own_inference_mode_and_autocast(mode: str) -> None:
             launch(main, 3, seed=seed, args=(True,))
         assert not is_on()
         torch.empty(2).add_(1)._version
+
+
+def test_every_rank_has_its_own_default_dtype_and_deterministic_mode() -> None:
+    def now() -> tuple[Any, ...]:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.empty(1).dtype, torch.are_deterministic_algorithms_enabled(), warns
+
+    def main(world: Any) -> list[Any]:
+        found = [now()]
+        if world.rank == 0:  # the first to run, so that the other runs between
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        world.all_gather_object(0)
+        return [*found, now()]
+
+    before = torch.float32, False, False
+    for seed in SEEDS:
+        assert launch(main, 2, seed=seed) == [[before, (torch.float64, True, True)], [before, before]]
+        assert now() == before
 
 
 def test_a_backward_pass_runs_in_its_ranks_autocast_mode() -> None:
@@ -514,14 +534,33 @@ def test_a_returned_tensor_keeps_its_memory() -> None:
     assert [r.tolist() for r in found] == [[float(rank)] * 4 for rank in range(4)]
 
 
-def test_views_that_outlive_their_tensor_hold_no_numbers() -> None:
+@pytest.mark.parametrize("of_peer", [False, True])
+@pytest.mark.parametrize("use", [torch.Tensor.sum, lambda view: view.fill_(2.0), lambda view: view[torch.tensor([1])]])
+def test_a_view_that_outlives_its_tensor_is_not_used(of_peer: bool, use: Any) -> None:
+    def main(world: Any, frees: bool) -> None:
+        x, y = pkt.ones(4), pkt.ones(4)
+        view, other = (t.peer(1 - world.rank) if of_peer else t.plain() for t in (x, y))
+        world.barrier()
+        if frees:
+            x.free()
+        world.barrier()
+        other.sum()
+        use(view)
+
+    for races in (True, False):
+        with pytest.raises(UseAfterFree, match=r"uses 'x' after it was freed at test_host.py:\d+: free it later"):
+            launch(main, 2, args=(True,), races=races)
+    launch(main, 2, args=(False,), races=False)
+
+
+def test_an_array_that_outlives_its_tensor_holds_no_numbers() -> None:
     def main(world: Any) -> list[bool]:
         x = pkt.ones(4)
-        views = x.plain(), x.peer(1 - world.rank)
+        views = x.plain().numpy(), x.peer(1 - world.rank).numpy()
         world.barrier()
         x.free()
         world.barrier()
-        return [bool(view.isnan().all()) for view in views]
+        return [bool(np.isnan(view).all()) for view in views]
 
     assert launch(main, 2) == [[True, True]] * 2
 

@@ -28,6 +28,7 @@ _RESHAPING = frozenset(
 )
 
 
+NO_MEMORY = "a tensor without memory has no facts"
 TRACED: set[type] = set()
 """Types of tensors that stand for others in a graph, and have no memory. `pkt.kernels.traced` adds torch's."""
 
@@ -94,7 +95,8 @@ class SymmetricTensor(torch.Tensor):
 
     def free(self) -> None:
         """Collective: give the memory back. Every rank frees the same tensors in the same order. Later use raises
-        UseAfterFree; of what `peer` and `plain` returned it is undefined. Raises ShapeError for a part of a tensor."""
+        UseAfterFree; of what `peer` and `plain` returned it is undefined on GPUs. Raises ShapeError for a part of a
+        tensor."""
         block = self._allocation.block
         with torch._C.DisableTorchFunctionSubclass():
             part = self.nbytes != math.prod(block.shape) * block.dtype.itemsize
@@ -222,6 +224,8 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
     begin = end = 0
     # Half of a launch's host cost: so no function for each tensor, and no isinstance that says no, which is slow.
     if out is not None and type(out) is not SymmetricTensor and isinstance(out, torch.Tensor):
+        if type(out) in TRACED:
+            raise TypeError(NO_MEMORY)
         begin = out.data_ptr()
         end = begin + out.nbytes
     for tensor in tensors:
@@ -234,7 +238,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
             found.append(tensor._facts or _found_out(tensor))
         elif isinstance(tensor, torch.Tensor):
             if type(tensor) in TRACED:
-                raise TypeError("a tensor without memory has no facts")
+                raise TypeError(NO_MEMORY)
             address = tensor.data_ptr()
             place: Any = address if address in span else address & 15
             if tensor is out:

@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from typing import IO, Any, TextIO
 
 from pkt.errors import CollectiveMismatch, PeerLost, RankFailed, Unsupported
+from pkt.progress import OF_WORKERS, watched
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.workers.answers import Answer, Answers
 from pkt.runtime.workers.carry import dumps, loads
@@ -199,7 +200,7 @@ def _start_process(variables: dict[str, str]) -> tuple[socket.socket, subprocess
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                env=variables,
+                env={**variables, OF_WORKERS: str(int(watched()))},
                 start_new_session=True,  # a terminal sends Ctrl-C to the caller only
             )
     except BaseException:

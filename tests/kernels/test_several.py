@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -284,16 +285,22 @@ def test_weights_that_are_trained() -> None:
 # ------------------------------------------------------------------------------------------------------------ protocol
 @pytest.mark.parametrize(("mode", "shard"), [form for form in GATHER_FORMS if form[0] != "unfused"])
 def test_every_schedule_is_right_and_every_fault_is_caught(mode: Any, shard: Any) -> None:
+    @functools.cache  # all schedules have the same
+    def operands(launch: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """The ranks' shards, the weights, and the exact results."""
+        a = [conformance.whole((6, 20), launch * 8 + r, torch.float32) for r in range(size)]
+        rows = 20 * (size if shard == "columns" else 1)
+        bs = [conformance.whole((rows, n), launch * 8 + 4 + n, torch.float32) for n in (16, 8)]
+        return a, bs, [reference(0, a, [b], shard=shard) for b in bs]
+
     def run(world: Any) -> None:
         """Three launches of two weights, with whole numbers."""
         for launch in range(3):
-            a = [conformance.whole((6, 20), launch * 8 + r, torch.float32) for r in range(world.size)]
-            rows = 20 * (world.size if shard == "columns" else 1)
-            bs = [conformance.whole((rows, n), launch * 8 + 4 + n, torch.float32) for n in (16, 8)]
-            found = all_gather_matmul(a[world.rank], bs, mode=mode, shard=shard, **settings(mode))
-            for x, b in zip(found, bs):
-                exact = reference(0, a, [b], shard=shard)
-                assert torch.equal(conformance.read(x).double(), exact), launch
+            a, bs, exact = operands(launch, world.size)
+            given = [b.clone() for b in bs]
+            found = all_gather_matmul(a[world.rank].clone(), given, mode=mode, shard=shard, **settings(mode))
+            for x, right in zip(found, exact):
+                assert torch.equal(conformance.read(x).double(), right), launch
 
     report = pkt.simulate(run, ranks=3, seeds=20, mutants=True, lost_signals=True, lost_ranks=2, sms=2)
     print(report)

@@ -22,7 +22,8 @@ ARROWS = {
     "pkt.wording": ([], ["rich"]),
     "pkt.progress": ([], ["rich", "IPython"]),
     "pkt.errors": (["pkt.wording"], []),
-    "pkt.language": (["pkt.errors"], ["triton"]),
+    "pkt.language": (["pkt.errors", "pkt.language.ptx.nvshmem"], ["triton"]),
+    "pkt.language.ptx.nvshmem": (["pkt.errors"], ["triton", "platformdirs"]),
     "pkt.trace": (["pkt.wording"], ["rich", "matplotlib"]),
     # ------------------------------------------------------------------------------------------ host side, lowest first
     "pkt.runtime": ([], []),

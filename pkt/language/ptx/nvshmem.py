@@ -121,13 +121,15 @@ def checked(call: str) -> tuple[str, str, Path]:
     if found is None:
         raise Unsupported.here(call, "found no NVSHMEM in this environment", INSTALL)
     package, version, folder = found
-    if version not in TRIED:
-        remedy = f"pip install '{package}=={TRIED[-1]}'"
-        raise Unsupported.here(call, f"found {package} {version}, {_why_not(version)}", remedy)
+    if why := refusal(version):
+        raise Unsupported.here(call, f"found {package} {version}, {why}", f"pip install '{package}=={TRIED[-1]}'")
     return package, version, folder
 
 
-def _why_not(version: str) -> str:
+def refusal(version: str) -> str:
+    """Why a version is not taken, as "which was never tried"; "" for one that is."""
+    if version in TRIED:
+        return ""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if (3, 5) <= numbers < (3, 8):
         return "whose bitcode holds code for IBGDA: a kernel takes 2 to 22 s to compile"

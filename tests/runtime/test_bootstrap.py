@@ -152,7 +152,7 @@ def test_several_nodes_are_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setenv("PKT_NODE_SIZE", "2")
     where = bootstrap.Place(0, 4, rendezvous.prepare())
     message = (
-        r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and on GPUs a world has one node so far: make a"
+        r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and on GPUs a world has one so far: make a"
     )
     with pytest.raises(Unsupported, match=message):
         bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE)

@@ -140,7 +140,6 @@ def all_reduce(x, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.c
     if x.tma:
         multimem.multimem_store(ptrs, value, world, mask=inside)
     else:
-        ptx.near_only("a tile for all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
             tl.store(address.peer(ptrs, (world.rank + i) % world.size, world), value, mask=inside)
 

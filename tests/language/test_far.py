@@ -29,6 +29,7 @@ from .compiled import ARCHS, body, compiled, order, parse, reasons
 from .ptx_machine import Memory, Thread, blocks, run
 from .test_nodes import HOW, calls
 from .test_sync import barrier_kernel, poll_kernel, wait_kernel
+from .test_tile import all_reduce_kernel, layout, reduce_kernel, store_kernel
 
 STRIDE, HEAP = 1 << 38, 1 << 40
 
@@ -326,6 +327,21 @@ def test_calls_that_the_network_cannot_carry_do_not_compile(how: str, words: str
         compile_only(wrong, "*fp32", "*i32", 1, device_world(2, node_size=2), how)
     assert words in reasons(raised.value)
     assert isinstance(cause(raised.value), Unsupported)
+
+
+@pytest.mark.parametrize("how", ["store", "reduce", "all_reduce"])
+@pytest.mark.parametrize("tma", [True, False])
+def test_tiles_of_all_ranks_do_not_compile(how: str, tma: bool) -> None:
+    kernel, args, options = {
+        "store": (store_kernel, (layout(tma=tma), "*bf16"), {"R": 64, "C": 64, "ALL": True, "ADD": False}),
+        "reduce": (reduce_kernel, (layout(tma=tma), layout(tma=tma)), {"R": 64, "C": 64, "OP": "add"}),
+        "all_reduce": (all_reduce_kernel, (layout(tma=tma),), {"R": 64, "C": 64}),
+    }[how]
+    peer = (1,) if how == "store" else ()
+    compile_only(kernel, *args, device_world(2), *peer, **options)
+    with pytest.raises(triton.CompilationError) as raised:
+        compile_only(kernel, *args, device_world(2, node_size=2), *peer, **options)
+    assert "make the call in the team world.on_node" in reasons(raised.value)
 
 
 @gluon.jit

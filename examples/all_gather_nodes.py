@@ -7,7 +7,8 @@ arrives there to the ranks of its node while the network carries the next part. 
 over the network, and nodes * (node_size - 1) * n within its node. A shard crosses the network once for each node, and
 not once for each rank. After Triton-distributed's two-dimensional push (all_gather_push_2d).
 
-It has run in the simulator only: GPUs do not run worlds of several nodes yet (docs/scale-out.md).
+It has run in the simulator only: pkt makes no world of several nodes on GPUs yet (docs/scale-out.md). The kernel
+compiles for them, and benchmarks/far.py checks it on two GPUs.
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ class Unsupported(PktError, RuntimeError):
         """`where`: what says that a node has `node_size` ranks, in brackets."""
         return cls.here(
             call,
-            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and NVSHMEM is not supported yet",
+            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and on GPUs a world has one so far",
             f"make a world of one node, or simulate: pkt.launch(fn, ranks={ranks}, node_size={node_size}, "
             'device="cpu")',
         )

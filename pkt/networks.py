@@ -3,8 +3,9 @@
 A rail joins the ranks with one local rank, one from each host (docs/scale-out.md). So each rank wants a card of its
 own, in one order on every host.
 
-pkt uses none of it yet: worlds of several nodes run in the simulator only (docs/scale-out.md). What NVSHMEM needs is
-from NVIDIA's NVSHMEM Installation Guide, "Software Requirements". Tested with made-up trees, on no host with a network.
+pkt uses none of it yet but NVSHMEM's device library, which kernels are linked with: worlds of several nodes run in the
+simulator only (docs/scale-out.md). What NVSHMEM needs is from NVIDIA's NVSHMEM Installation Guide, "Software
+Requirements". Tested with made-up trees, on no host with a network.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pkt.language.ptx import nvshmem
+
 NVIDIA, DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and how the class of one that draws or computes begins
 SWITCH, BRIDGE, HOST = "behind one PCI switch", "below one host bridge", "on the same host"
-NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 PYTHON = ("nvshmem4py-cu13", "nvshmem4py-cu12")
 
 
@@ -44,11 +46,16 @@ def examine(root: Path = Path("/")) -> Fabric:
     """What the host has. root: where sys, proc and dev are."""
     nics, gpus = _nics(root), _gpus(root)
     rows, lacks = [], []
-    found = {name: _installed(names) for name, names in (("NVSHMEM", NVSHMEM), ("nvshmem4py", PYTHON))}
+    found = {name: _installed(names) for name, names in (("NVSHMEM", nvshmem.PACKAGES), ("nvshmem4py", PYTHON))}
     for name, version in found.items():
         rows.append((name, version or "not installed"))
         if not version:
-            lacks.append(f"{name}: pip install {(NVSHMEM if name == 'NVSHMEM' else PYTHON)[0]}")
+            lacks.append(f"{name}: {nvshmem.INSTALL}")
+    if found["NVSHMEM"] and (why := nvshmem.refusal(found["NVSHMEM"].split()[1])):
+        package = found["NVSHMEM"].split()[0]
+        lacks.append(
+            f"NVSHMEM of a version that was tried, not one {why}: pip install '{package}=={nvshmem.TRIED[-1]}'"
+        )
     ibgda, remedy = _ibgda(root)
     gdrcopy = (root / "dev/gdrdrv").exists()
     peer_memory = (root / "sys/module/nvidia_peermem").exists()

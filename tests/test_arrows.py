@@ -22,7 +22,8 @@ ARROWS = {
     "pkt.wording": ([], ["rich"]),
     "pkt.progress": ([], ["rich", "IPython"]),
     "pkt.errors": (["pkt.wording"], []),
-    "pkt.language": (["pkt.errors"], ["triton"]),
+    "pkt.language": (["pkt.errors", "pkt.language.ptx.nvshmem"], ["triton"]),
+    "pkt.language.ptx.nvshmem": (["pkt.errors"], ["triton", "platformdirs"]),
     "pkt.trace": (["pkt.wording"], ["rich", "matplotlib"]),
     # ------------------------------------------------------------------------------------------ host side, lowest first
     "pkt.runtime": ([], []),
@@ -91,7 +92,7 @@ ARROWS = {
         + ["pkt.runtime.backend", "pkt.runtime.memory.heap", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
         ["torch", "triton", "numpy", "greenlet", "rich", "typer"],
     ),
-    "pkt.networks": ([], []),
+    "pkt.networks": (["pkt.language", "pkt.language.ptx.nvshmem"], []),
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),
     "pkt.deep_ep": (["pkt.errors", "pkt.kernels", "pkt.launcher", "pkt.runtime"], ["torch"]),
     "pkt.layouts": (["pkt.errors", "pkt.language", "pkt.runtime"], ["torch", "triton"]),

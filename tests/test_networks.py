@@ -103,6 +103,15 @@ def test_a_host_that_lacks_nothing(tmp_path: Path, packages: dict[str, str]) -> 
     assert "run in the simulator only" in page(found)
 
 
+def test_a_version_that_kernels_are_not_linked_with(tmp_path: Path, packages: dict[str, str]) -> None:
+    packages |= {"nvidia-nvshmem-cu12": "3.8.0", "nvshmem4py-cu12": "0.4.1"}
+    (found,) = [line for line in networks.examine(tree(tmp_path, [], [])).lacks if "NVSHMEM of" in line]
+    assert found == (
+        "NVSHMEM of a version that was tried, not one whose bitcode is newer than the LLVM of Triton 3.6: "
+        "pip install 'nvidia-nvshmem-cu12==3.4.5'"
+    )
+
+
 def test_what_is_missing_is_named(tmp_path: Path, packages: dict[str, str]) -> None:
     slots = [("pci0000:10", "0000:10:01.0", "0000:11:00.0"), ("pci0000:20", "0000:20:01.0", "0000:21:00.0")]
     cards = [(place, "4: ACTIVE") for place in beside(slots)[:1]] + [(beside(slots)[1], "1: DOWN")]
@@ -110,8 +119,8 @@ def test_what_is_missing_is_named(tmp_path: Path, packages: dict[str, str]) -> N
     assert not found.bare
     text = page(found)
     for wanted in (
-        "NVSHMEM: pip install nvidia-nvshmem-cu13",
-        "nvshmem4py: pip install nvshmem4py-cu13",
+        "NVSHMEM: pip install 'pkt-triton[nvshmem]'",
+        "nvshmem4py: pip install 'pkt-triton[nvshmem]'",
         'IBGDA: load the driver with options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;"',
         "GDRCopy: install it",
         "a card for each GPU: 2 GPUs, and cards that are up: 1; mlx5_0 has 2 GPUs, which share its link",

@@ -14,10 +14,12 @@ from triton.language import core
 from triton.runtime import driver
 
 from .ptx import SIGNAL_MARKER, WAIT_MARKER
-from .world import DeviceWorld, code_hash, step_of, team_constants
+from .world import DeviceWorld, Network, code_hash, step_of, team_constants
 
 MARKERS = {WAIT_MARKER: "wait", SIGNAL_MARKER: "signal"}
 """Comment in the assembly -> name of its call in errors."""
+ARENA, SHIFT = 1 << 22, 1 << 40
+"""Of `device_world` with several nodes: the bytes for counters, and from a window to the network's addresses."""
 
 
 class Pointer:
@@ -73,16 +75,23 @@ def device_world(
     constants, members, step = (0, 0), size, 1
     if team is not None:
         constants, members, step = team_constants(team, size), len(team), step_of(team) or 1
+    network, library = 0, ""
+    if node_size:
+        from .ptx import nvshmem
+
+        network, library = Network(node_size, ARENA).constant, nvshmem.identity()
     return DeviceWorld(
         rank=rank,
         size=core.constexpr(members),
         stride=core.constexpr(stride * step),
         multicast=core.constexpr(multicast),
         status=Pointer("int32"),
-        code=core.constexpr(code_hash() if code is None else code),
+        code=core.constexpr(code_hash(library) if code is None else code),
         team=core.constexpr(constants[0]),
         table=core.constexpr(constants[1]),
         node_size=core.constexpr(node_size),
+        network=core.constexpr(network),
+        shift=SHIFT if network else core.constexpr(0),
     )
 
 

@@ -43,6 +43,7 @@ def multimem_load_reduce(ptr, world, op: tl.constexpr = _ADD, mask=None):
 
 @triton.jit
 def _load_reduce_by_rank(ptr, world, op: tl.constexpr, mask):
+    ptx.near_only("a reduction over all ranks' memory", world)
     acc = _wide(_load_or_zero(address.peer(ptr, 0, world), mask))
     for r in tl.static_range(1, world.size):
         x = _wide(_load_or_zero(address.peer(ptr, r, world), mask))
@@ -71,6 +72,7 @@ def multimem_store(ptr, value, world, mask=None):
     if ptx.multimem_can(ptr, "store", "", world):
         ptx.multimem_store(address.multicast(ptr, world), value, mask)
     else:
+        ptx.near_only("a store to all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
             tl.store(address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask)
 
@@ -83,6 +85,7 @@ def multimem_reduce_add(ptr, value, world, mask=None):
     if ptx.multimem_can(ptr, "reduce_add", "add", world):
         ptx.multimem_reduce_add(address.multicast(ptr, world), value, mask)
     else:
+        ptx.near_only("an addition to all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
             tl.atomic_add(
                 address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask, sem="relaxed", scope="sys"

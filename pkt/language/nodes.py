@@ -7,7 +7,8 @@ or be overtaken by any other call. The network may read its source just as late.
 - `fence(world=world)` orders the program's earlier far calls to each rank before its later ones to the same rank;
 - `quiet(world)` waits until all far calls of the program are complete. `barrier` and its like do so, too.
 
-In a world of one node `world.node_size` is the constant 0, and nothing here is compiled.
+In a world of one node `world.node_size` is the constant 0, and nothing here is compiled. In a world of several nodes a
+counter has two lanes, one for the ranks of its node and one for the network (`ptx.lane`). Its value is their sum.
 """
 
 from __future__ import annotations
@@ -56,9 +57,22 @@ def put(dst, src, nbytes, peer, world, BLOCK: tl.constexpr):
         if is_far(peer, world):
             ptx.drain(world)
             ptx.cta_barrier()
-            ptx.far_put(dst, src, nbytes, number(peer, world))
+            ptx.far_put(dst, src, nbytes, number(peer, world), world)
         else:
             move(dst, src, nbytes, peer, world.rank, world, BLOCK)
+
+
+@triton.jit
+def counted(ptr, found, world, sem: tl.constexpr):
+    """The value of my counter `*ptr`, in which `found` was read: with what the network has added to it. sem: "acquire"
+    in one thread that tells the others, or "relaxed" in every thread."""
+    if world.network == 0:
+        return found
+    elif sem == "relaxed":
+        return found + tl.cast(ptx.load_relaxed(ptx.lane(ptr, world)), found.dtype)
+    else:
+        added = tl.atomic_add(ptx.lane(ptr, world), tl.cast(0, tl.int64), sem=sem, scope="sys")
+        return found + tl.cast(added, found.dtype)
 
 
 @triton.jit

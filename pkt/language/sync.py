@@ -45,7 +45,9 @@ def _send(ptr, peer, value, op: tl.constexpr, sem: tl.constexpr, world):
     else:
         if nodes.is_far(peer, world):
             _check_counter(ptr)
-            ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), nodes.number(peer, world), op)
+            if sem == "release":  # otherwise the caller has a fence
+                ptx.fence()
+            ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), nodes.number(peer, world), op, world)
         else:
             _post(address.peer(ptr, peer, world), value, op, sem)
 
@@ -98,7 +100,7 @@ def put_and_post(dst, src, nbytes, ptr, value, op: tl.constexpr, peer, world, BL
             ptx.drain(world)
             ptx.cta_barrier()
             to = nodes.number(peer, world)
-            ptx.far_put_signal(dst, src, nbytes, ptr, tl.cast(value, ptr.dtype.element_ty), to, op)
+            ptx.far_put_signal(dst, src, nbytes, ptr, tl.cast(value, ptr.dtype.element_ty), to, op, world)
         else:
             _move_and_post(dst, src, nbytes, ptr, value, op, peer, world, BLOCK)
 
@@ -151,6 +153,7 @@ def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
     Returns a bool, the same in every thread: one thread reads by `atom.add.acquire.sys` of 0 and tells the others.
     """
     found = tl.atomic_add(ptr, tl.cast(0, ptr.dtype.element_ty), sem="acquire", scope="sys")
+    found = nodes.counted(ptr, found, world, "acquire")
     ptx.proxy_fence(world)
     counter: tl.constexpr = tl.int32 if found.dtype.primitive_bitwidth == 32 else tl.int64
     ahead = tl.cast(found, counter) - tl.cast(at_least, counter)
@@ -224,7 +227,7 @@ def barrier(ptr, world):
     Publishes as `signal_all` and acquires as `wait`. One fence, then one relaxed atomic to each rank.
     """
     # The value is stable, because this round cannot complete without me. Every thread reads it, so before the barrier.
-    round_bit = ptx.load_relaxed(ptr)
+    round_bit = nodes.counted(ptr, ptx.load_relaxed(ptr), world, "relaxed")
     nodes.complete(world)
     _arrive_everywhere(ptr, world)
     ptx.wait(ptr, round_bit, "flip", world)
@@ -247,6 +250,7 @@ def grid_barrier(ptr, world):
     system: stores into other ranks' memory are visible afterwards, too."""
     nodes.complete(world)
     before = tl.atomic_add(ptr, _share(_is_first_program(), _num_programs()), sem="release", scope="sys")
+    before = nodes.counted(ptr, before, world, "relaxed")  # no rank of another node adds to it now
     ptx.wait(ptr, before, "flip", world)
     ptx.cta_barrier()
 
@@ -255,7 +259,7 @@ def grid_barrier(ptr, world):
 def world_barrier(ptr, world):
     """Wait for all programs of all ranks. Uses two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank
     arrives for the rank. Grids may differ between ranks."""
-    round_bit = ptx.load_relaxed(ptr + 1)  # as in `barrier`
+    round_bit = nodes.counted(ptr + 1, ptx.load_relaxed(ptr + 1), world, "relaxed")  # as in `barrier`
     nodes.complete(world)
     if _num_programs() == 1:  # no other program on this rank
         _arrive_everywhere(ptr + 1, world)
@@ -264,6 +268,7 @@ def world_barrier(ptr, world):
         # The scope of this GPU is enough. The last program's fence passes on everything that the others here have done:
         # to the peers, and to the rank's other programs, which wait for its arrival on this rank.
         before = tl.atomic_add(ptr, share, sem="acq_rel", scope="gpu")
+        before = nodes.counted(ptr, before, world, "relaxed")  # no rank of another node adds to it now
         if ((before + share) ^ before) < 0:
             _arrive_everywhere(ptr + 1, world)
     ptx.wait(ptr + 1, round_bit, "flip", world)

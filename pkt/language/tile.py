@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import address, multimem, sync
+from . import address, multimem, ptx, sync
 
 _ADD = tl.constexpr("add")
 
@@ -88,6 +88,7 @@ def _send(dst, tile, coord, world, peer, ADD: tl.constexpr):
         else:
             multimem.multimem_store(ptrs, tile, world, mask=inside)
     else:
+        ptx.near_only("a tile for all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
             _send_to(dst, tile, coord, (world.rank + i) % world.size, world, ADD)
 

@@ -67,6 +67,8 @@ class DeviceWorld(NamedTuple):
         ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
     node_size: ranks of a node in the world of all ranks; 0 where all ranks here are on one node, so that no code for
         other nodes is compiled.
+    network: `Network.constant` of a world of several nodes and of its teams; 0 in a world of one node.
+    shift: bytes from an address in this rank's window to the network's address of the same memory.
     """
 
     rank: Any
@@ -78,6 +80,8 @@ class DeviceWorld(NamedTuple):
     team: tl.constexpr = tl.constexpr(0)
     table: tl.constexpr = tl.constexpr(0)
     node_size: tl.constexpr = tl.constexpr(0)
+    network: tl.constexpr = tl.constexpr(0)
+    shift: Any = tl.constexpr(0)
 
 
 _TEAM_BITS, TABLE_BITS = 20, 6
@@ -123,11 +127,33 @@ class Team(NamedTuple):
         return cls(team & mask, team >> _TEAM_BITS & mask, step - (mask + 1) * (step >> _TEAM_BITS - 1))
 
 
+_NODE_BITS = 20
+
+
+class Network(NamedTuple):
+    """What kernels know of the network in a world of several nodes. node_size: ranks of a node, whose windows are
+    mapped. arena: bytes at the start of a window in which all counters lie."""
+
+    node_size: int
+    arena: int
+
+    @property
+    def constant(self) -> int:
+        """Both as a number of 60 bits, for the reason of `team_constants`."""
+        return self.node_size | self.arena << _NODE_BITS
+
+    @classmethod
+    def of(cls, constant: int) -> Network:
+        """The parts of a `network` constant."""
+        return cls(constant & (1 << _NODE_BITS) - 1, constant >> _NODE_BITS)
+
+
 @functools.cache
-def code_hash() -> int:
+def code_hash(library: str = "") -> int:
     """60 bits of SHA-256 over the names and sources of pkt's device code, a part of every kernel's cache key. It is a
-    number, because a kernel cannot put a world with a string into a tuple."""
-    digest = hashlib.sha256()
+    number, because a kernel cannot put a world with a string into a tuple. library: what else a kernel is linked with,
+    in a world of several nodes."""
+    digest = hashlib.sha256(library.encode())
     here = Path(__file__).parent
     for path in sorted(here.rglob("*.py")):
         digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -46,20 +46,22 @@ class FarCall:
 class Far(Atomics):
     """Calls to other nodes."""
 
-    def far_put(self, dst: Any, src: Any, nbytes: Any, peer: Any) -> None:
+    def far_put(self, dst: Any, src: Any, nbytes: Any, peer: Any, world: Any) -> None:
         self._step(scalar(src))
         to, at = self._peer(peer), site()
         data = self._run(dst, src, scalar(nbytes), to, at)
         self._put(to, data, self._release(True), at)
         self.detector.passed(True)
 
-    def far_put_signal(self, dst: Any, src: Any, nbytes: Any, ptr: Any, value: Any, peer: Any, op: str) -> None:
+    def far_put_signal(
+        self, dst: Any, src: Any, nbytes: Any, ptr: Any, value: Any, peer: Any, op: str, world: Any
+    ) -> None:
         self._step(scalar(src))
         to, at = self._peer(peer), site()
         data = self._run(dst, src, scalar(nbytes), to, at)
         self._post(to, data, ptr, value, op, at)
 
-    def far_signal(self, ptr: Any, value: Any, peer: Any, op: str) -> None:
+    def far_signal(self, ptr: Any, value: Any, peer: Any, op: str, world: Any) -> None:
         self._step(scalar(ptr))
         self._post(self._peer(peer), None, ptr, value, op, site())
 

@@ -27,6 +27,7 @@ from pkt.kernels.shared import copies
 from pkt.kernels.shared.checks import FLOATS
 from pkt.language.inspect import count_markers
 from pkt.runtime.world import World
+from tests import device_library
 from tests.conformance import inputs
 from tests.conformance.inputs import within
 from tests.kernels.helpers import on_ranks
@@ -756,6 +757,7 @@ def check_compiles(
         operator.function(**operator.parameters(tensors), **named, mode=mode, world=world)
 
     shape = (4, 2) if mode in operator.across else (2,)
+    device_library.install(patch, folder)
     launches = all_launched(run, shape[0], own.multicast, patch, *shape[1:])
     assert launches, "nothing was launched"
     kernels = {id(x.kernel): x for x in launches if x.options.get("launch_cooperative_grid")}

@@ -34,6 +34,9 @@ class Launch(NamedTuple):
 def stand_in(argument: Any) -> Any:
     """An argument of the recorded launch as `compile_only` takes it."""
     if isinstance(argument, DeviceWorld):
+        if argument.node_size.value:  # of several nodes, or a team of such
+            world = device_world(argument.rank, argument.size.value, node_size=argument.node_size.value)
+            return world._replace(stride=argument.stride, team=argument.team, table=argument.table)
         return device_world(argument.rank, argument.size.value, multicast=argument.multicast.value)
     if isinstance(argument, torch.Tensor):
         return Pointer(NAMES[argument.dtype], 4096 + argument.data_ptr() % 16)
@@ -53,8 +56,8 @@ def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytes
 def all_launched(
     fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch, node_size: int | None = None
 ) -> list[Launch]:
-    """Every kernel that `fn(world)` launches on rank RANK. Those for several nodes compile as for one: their calls to
-    other nodes have no code for GPUs yet."""
+    """Every kernel that `fn(world)` launches on rank RANK. Those of several nodes are linked with a made-up device
+    library when they compile (tests.device_library), if the test installs it."""
     found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
 
     def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:

@@ -100,14 +100,16 @@ class Thread:
                 result = result or other if parts[1] == "or" else result and other
             self.registers[operands[0]] = int(result)
         elif kind == "cvt":
-            assert op == "cvt.s64.s32", op
-            self.registers[operands[0]] = signed(self.value(operands[1], 32), 32) & ((1 << 64) - 1)
+            assert op in ("cvt.s64.s32", "cvt.u32.u64"), op
+            value = signed(self.value(operands[1], bits), bits)
+            self.registers[operands[0]] = value & ((1 << BITS[parts[0]]) - 1)
         else:
             x, y, *z = (self.value(name, bits) for name in operands[1:])
             result = {
                 "add": lambda: x + y,
                 "sub": lambda: x - y,
                 "mul": lambda: x * y,
+                "rem": lambda: x % y,
                 "mad": lambda: x * y + z[0],
                 "and": lambda: x & y,
                 "or": lambda: x | y,

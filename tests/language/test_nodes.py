@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import Unsupported
 from pkt.language import ptx
 from pkt.language.inspect import device_world
 from pkt.language.world import site_hash
@@ -89,16 +88,6 @@ def test_one_node_adds_no_instruction(how: str, arch: int) -> None:
     if how.startswith("put"):  # the compiler orders the independent ones as it likes
         found, wanted = (sorted(re.sub(r"%[a-z]+\d+", "%", line) for line in lines) for lines in (found, wanted))
     assert found == wanted
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_several_nodes_do_not_compile_yet(how: str) -> None:
-    with pytest.raises(Exception, match="^at ") as raised:
-        compile(calls, how, 90, device_world(2, node_size=2))
-    cause: BaseException | None = raised.value
-    while cause is not None and not isinstance(cause, Unsupported):
-        cause = cause.__cause__
-    assert "NVSHMEM is not supported yet" in str(cause)
 
 
 def test_a_team_of_one_node_compiles() -> None:

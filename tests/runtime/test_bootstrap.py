@@ -151,7 +151,9 @@ def test_a_wrong_pkt_node_size_is_refused(found):
 def test_several_nodes_are_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setenv("PKT_NODE_SIZE", "2")
     where = bootstrap.Place(0, 4, rendezvous.prepare())
-    message = r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and NVSHMEM is not supported yet: make a"
+    message = (
+        r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and on GPUs a world has one so far: make a"
+    )
     with pytest.raises(Unsupported, match=message):
         bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE)
     assert not os.path.exists(where.meeting.directory)

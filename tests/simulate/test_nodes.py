@@ -102,7 +102,9 @@ def test_a_wrong_node_size_is_refused(node_size: Any) -> None:
 
 
 def test_gpus_refuse_several_nodes() -> None:
-    with pytest.raises(Unsupported, match=r"found 2 nodes of 2 ranks, and NVSHMEM is not supported yet: make a world"):
+    with pytest.raises(
+        Unsupported, match=r"found 2 nodes of 2 ranks, and on GPUs a world has one so far: make a world"
+    ):
         pkt.launch(lambda world: None, ranks=4, node_size=2)
 
 

@@ -1,19 +1,28 @@
-"""Calls to ranks of other nodes, which the network carries. One thread speaks for the program.
+"""Calls to ranks of other nodes, which NVSHMEM's device library carries out.
 
-The simulator has them. Compiled code does not yet: that needs NVSHMEM. Triton's front end alone may see them, because
-the simulator checks a kernel's types with it.
+The program's threads are synchronised before each of them. Then all threads move a put's bytes where NVSHMEM can store
+to the rank, and one thread speaks for the program in everything else.
+
+A rank's symmetric memory has two addresses: that in its window, where kernels work, and NVSHMEM's, `world.shift` bytes
+away. A counter of a world of several nodes has two lanes. Ranks of this node add to the counter itself. The network
+adds to a uint64 of its own, because its atomics and those of GPUs do not mix. `lane` finds it by arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from triton.language import core
 
 from pkt.errors import Unsupported
 
-from .primitive import simulated
+from .. import world as page
+from .primitive import plain, primitive, simulated, simulator
 
 _only_types = False
+_LIBRARY = "pkt_far"
 
 
 @contextmanager
@@ -27,41 +36,103 @@ def only_types() -> Iterator[None]:
         _only_types = outer
 
 
-def _not_compiled(call: str) -> None:
-    if not _only_types:
+def _call(name: str, call: str, args: list, semantic: Any) -> None:
+    """Call `pkt_far_<name>` with integers: all of 64 bits but the last, a rank."""
+    if _only_types:
+        return
+    if "gluon" in type(semantic).__module__:
         raise Unsupported.here(
             f"{call} to a rank of another node",
-            "found a compilation for GPUs, and NVSHMEM is not supported yet",
-            "make a world of one node, or run the kernel with pkt.launch(fn, ranks=8, node_size=4, device='cpu')",
+            "found a Gluon kernel, whose partitions NVSHMEM cannot synchronise",
+            "call it in a @triton.jit kernel",
         )
+    from . import nvshmem  # here, because most programs have one node
+
+    path = nvshmem.library(f"{call} to a rank of another node")
+    # The options of this one compilation, which links the libraries that they name. Other kernels read nothing of it.
+    options = semantic.builder.options
+    libraries = dict(options.extern_libs) | {_LIBRARY: str(path)}
+    object.__setattr__(options, "extern_libs", tuple(libraries.items()))
+    types = [core.int64] * (len(args) - 1) + [core.int32] * bool(args)
+    args = [core.cast(semantic.to_tensor(x), dtype, _semantic=semantic) for x, dtype in zip(args, types)]
+    core.extern_elementwise(
+        "", "", args, {tuple(types): (f"pkt_far_{name}", core.int32)}, is_pure=False, _semantic=semantic
+    )
+
+
+def _address(ptr: Any, world: Any, semantic: Any) -> Any:
+    """NVSHMEM's address of what a pointer into my window points to."""
+    shift = core.cast(semantic.to_tensor(plain(world.shift)), core.int64, _semantic=semantic)
+    return semantic.add(core.cast(ptr, core.int64, _semantic=semantic), shift, False)
+
+
+@primitive
+def lane(ptr, world, _semantic=None):
+    """Pointer to the network's lane, an int64, of my counter `*ptr`. The counters of a window lie in its first `arena`
+    bytes, behind the status page. Their lanes lie behind these, with twice their distance from the window's start."""
+    arena = page.Network.of(plain(world.network)).arena
+    start = core.cast(world.status, core.int64, _semantic=_semantic)
+    at = _semantic.sub(core.cast(ptr, core.int64, _semantic=_semantic), start, False)
+    at = _semantic.add(_semantic.add(at, at, False), arena, False)
+    return core.cast(_semantic.add(start, at, False), core.pointer_type(core.int64), _semantic=_semantic)
 
 
 @simulated
-def far_put(dst, src, nbytes, peer, _semantic=None):
+def far_put(dst, src, nbytes, peer, world, _semantic=None):
     """Let the network copy `nbytes` from my `src` into `dst` of rank `peer`, a number in the world of all ranks.
-    nvshmem_putmem_nbi."""
-    _not_compiled("pl.put")
+    nvshmemx_putmem_nbi_block."""
+    dst, src = (_address(ptr, world, _semantic) for ptr in (dst, src))
+    _call("put", "pl.put", [dst, src, nbytes, peer], _semantic)
 
 
 @simulated
-def far_put_signal(dst, src, nbytes, ptr, value, peer, op, _semantic=None):
-    """`far_put`, then add `value` to the counter. op: "add". nvshmem_putmem_signal_nbi."""
-    _not_compiled("pl.put_signal")
+def far_put_signal(dst, src, nbytes, ptr, value, peer, op, world, _semantic=None):
+    """`far_put`, then add `value` to the counter's lane. op: "add". nvshmemx_putmem_signal_nbi_block."""
+    _adds(op, "pl.put_signal")
+    dst, src, to = (_address(x, world, _semantic) for x in (dst, src, _lane_of(ptr, world, _semantic)))
+    _call("put_signal", "pl.put_signal", [dst, src, nbytes, to, value, peer], _semantic)
 
 
 @simulated
-def far_signal(ptr, value, peer, op, _semantic=None):
-    """Add `value` to rank `peer`'s counter. op: "add". nvshmemx_signal_op."""
-    _not_compiled("pl.signal")
+def far_signal(ptr, value, peer, op, world, _semantic=None):
+    """Add `value` to the lane of rank `peer`'s counter. op: "add". nvshmemx_signal_op, which releases nothing."""
+    _adds(op, "pl.signal")
+    to = _address(_lane_of(ptr, world, _semantic), world, _semantic)
+    _call("signal", "pl.signal", [to, value, peer], _semantic)
 
 
 @simulated
 def far_fence(_semantic=None):
     """Order my earlier far calls to each rank before my later ones to the same rank. nvshmem_fence."""
-    _not_compiled("pl.fence(world)")
+    _call("fence", "pl.fence(world=world)", [], _semantic)
 
 
 @simulated
 def far_quiet(_semantic=None):
     """Wait until all my far calls are complete. nvshmem_quiet."""
-    _not_compiled("pl.quiet(world)")
+    _call("quiet", "pl.quiet(world)", [], _semantic)
+
+
+@primitive
+def near_only(call, world, _semantic=None):
+    """Refuse to compile a call that accesses the memory of every rank, where some are on other nodes. The simulator
+    finds the access itself."""
+    if plain(world.node_size) and not _only_types and simulator(_semantic) is None:
+        raise Unsupported.here(
+            call,
+            "found a world of several nodes, in which only the network reaches the others' memory",
+            "make the call in the team world.on_node, and send what other nodes need with pl.put_signal",
+        )
+
+
+def _lane_of(ptr: Any, world: Any, semantic: Any) -> Any:
+    return lane(ptr, world, _semantic=semantic)
+
+
+def _adds(op: str, call: str) -> None:
+    if op != "add" and not _only_types:
+        raise Unsupported.here(
+            f"{call}(op={op!r})",
+            "found a world of several nodes, and the network only adds to counters",
+            'use op="add" and wait for a count that only grows, or make the call in the team world.on_node',
+        )

@@ -111,7 +111,7 @@ st.relaxed.sys.global.b32 [at + 32], {site};
 red.release.sys.global.add.u32 [{status} + {count}], 1;
 $$PKT_ABORT_${{:uid}}:
 @!late bra $$PKT_DONE_${{:uid}};
-mov.b32 i, 0; cvt.s64.s32 off, {rank}; mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
+{first_rank}mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
 $$PKT_RAISE_${{:uid}}:
 {loop}st.relaxed.sys.global.b32 [at + {abort}], 1;
 add.u32 i, i, 1; add.s64 at, at, {stride};
@@ -123,12 +123,13 @@ $$PKT_DONE_${{:uid}}:
 
 
 def _everybody(world: Any) -> tuple[int, int]:
-    """Number and stride of the ranks that an expired wait aborts: all, also those outside a team."""
+    """Number and stride of the ranks that an expired wait aborts: all whose memory this one reaches, also those outside
+    a team. Waits of other nodes end at their own deadline."""
     size, stride, team = plain(world.size), plain(world.stride), plain(world.team)
-    if not team:
-        return size, stride
-    whole, _, step = page.Team.of(team)
-    return whole, stride if plain(world.table) else stride // step
+    if team:
+        size, _, step = page.Team.of(team)
+        stride = stride if plain(world.table) else stride // step
+    return page.Network.of(plain(world.network)).node_size or size, stride
 
 
 def _stored(bits: int, value: str, field: str) -> str:
@@ -163,12 +164,16 @@ def spin(
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
     size, stride = _everybody(world)
+    first_rank = f"mov.b32 i, 0; cvt.s64.s32 off, {rank}; "
+    if plain(world.network):
+        first_rank = f"rem.u32 i, {rank}, {size}; cvt.s64.s32 off, i; mov.b32 i, 0; "
     return _SPIN.format(
         marker=WAIT_MARKER,
         before=before,
         poll=poll,
         holds=holds,
         look=look,
+        first_rank=first_rank,
         after=after,
         bits=bits,
         values="\n".join([*(_stored(bits, *value) for value in ((want, "wanted"), (found, "found"))), *_mixed(data)]),
@@ -203,6 +208,19 @@ def arguments(want: Any, world: Any, semantic: Any, dtype: Any = core.int32) -> 
     return [want, world.status, rank]
 
 
+def _both_lanes(load: str, found: str, where: str, status: str, bits: int, world: Any) -> tuple[str, str]:
+    """The instructions before a poll and of a poll of a counter with a lane for the network: see `far.lane`. A counter
+    of 32 bits takes the low half of the lane, in which the network adds modulo 2^64."""
+    arena = page.Network.of(plain(world.network)).arena
+    before = f"""
+.reg .b64 lane, far; .reg .b32 low;
+sub.s64 lane, {where}, {status}; shl.b64 lane, lane, 1; add.s64 lane, lane, {status}; add.s64 lane, lane, {arena};"""
+    poll = f"{load}\nld.acquire.sys.global.b64 far, [lane];\n"
+    if bits == 32:
+        return before, f"{poll}cvt.u32.u64 low, far; add.s32 {found}, {found}, low;"
+    return before, f"{poll}add.s64 {found}, {found}, far;"
+
+
 @primitive
 def wait(ptr, want, cmp, world, _semantic=None):
     """Spin on `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
@@ -222,8 +240,11 @@ def wait(ptr, want, cmp, world, _semantic=None):
     if machine is not None:
         return machine.wait(ptr, want, cmp)
     holds = _HOLDS[cmp].format(found="$0", want="$2", bits=bits)
-    load, after = f"ld.acquire.sys.global.b{bits} $0, [$1];", proxy_fences(world, _semantic)
-    text = spin(load, holds, "$0", "$1", 2, cmp, world, after=after, bits=bits)
+    before, load = "", f"ld.acquire.sys.global.b{bits} $0, [$1];"
+    if plain(world.network):
+        before, load = _both_lanes(load, "$0", "$1", "$3", bits, world)
+    after = proxy_fences(world, _semantic)
+    text = spin(load, holds, "$0", "$1", 2, cmp, world, before=before, after=after, bits=bits)
     register, dtype = ("r", core.int32) if bits == 32 else ("l", core.int64)
     if bits == 64:  # Triton wants the pointers of one assembly, the status page's too, to be of one type
         ptr = core.cast(ptr, world.status.dtype, _semantic=_semantic)

@@ -24,7 +24,7 @@ OFF_SWITCHES = {
 }
 ACROSS = (
     "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host; "
-    "otherwise make a world a host, pkt.init(group=): NVSHMEM, which joins other hosts, is not supported yet"
+    "otherwise make a world a host, pkt.init(group=): pkt.init makes no world of several nodes yet"
 )
 
 

@@ -294,8 +294,8 @@ class Accesses:
         m.progress += 1
         if m.waiting:
             base = access.region.base
-            low, high = access.span()
-            for address in [a for a in m.waiting if base + low <= a < base + high]:
+            low, high = (base + at for at in access.span())
+            for address in [a for a in m.waiting if low <= a < high]:
                 m.wake(address)
 
     # timeline

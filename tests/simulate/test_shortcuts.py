@@ -176,3 +176,47 @@ def test_rows_and_columns_of_one_ramp_are_told_apart() -> None:
             assert out.tolist() == [[100 * row + col for col in range(8)] for row in range(8)]
 
     pkt.launch(run, ranks=1, device="cpu")
+
+
+@triton.jit
+def chosen_kernel(x_ptr, out_ptr, n, M: tl.constexpr, N: tl.constexpr):
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    at = rows[:, None] * N + columns[None, :]
+    x = tl.load(x_ptr + at)
+    one = tl.load(x_ptr)
+    out = out_ptr + at
+    tl.store(out, tl.where(rows[:, None] < 2, x, 5))
+    tl.store(out + M * N, tl.where(n > 3, x, one))
+    tl.store(out + 2 * M * N, tl.where(x > 4, one, x))
+    tl.store(out + 3 * M * N, tl.where(n < 3, x, x + 1))
+    tl.store(out + 4 * M * N, tl.where((rows[:, None] < columns[None, :]), columns[None, :], n))
+    tl.store(out + 5 * M * N, (x > 4).to(tl.int32) + (one > 4).to(tl.int32))
+    cube = x[:, None, :] + x[None, :, :]
+    tl.store(out + 6 * M * N, tl.sum(cube, 0))
+    wide = (x_ptr + at).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(out + 7 * M * N, tl.load(wide.to(tl.pointer_type(tl.int32), bitcast=True)))
+
+
+def test_choices_casts_and_added_axes_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shortcuts compute them: the rules of `tl` would take ten times as long."""
+    made, slow = [], shortcuts.new_tensor
+    monkeypatch.setattr(shortcuts, "new_tensor", lambda data, ty, scalar: made.append(ty) or slow(data, ty, scalar))
+    m, n = 4, 8
+    x = (torch.arange(m * n, dtype=torch.int32) * 7 % 11).view(m, n)
+    rows, columns = torch.arange(m, dtype=torch.int32)[:, None], torch.arange(n, dtype=torch.int32)[None, :]
+    for number in (2, 4):
+        wanted = [
+            torch.where(rows < 2, x, 5),
+            x if number > 3 else x[0, 0].expand(m, n),
+            torch.where(x > 4, x[0, 0], x),
+            x if number < 3 else x + 1,
+            torch.where(rows < columns, columns, number),
+            (x > 4).int() + (x[0, 0] > 4).int(),
+            x.sum(0, keepdim=True).int() + m * x,
+            x,
+        ]
+        out = torch.zeros(8, m, n, dtype=torch.int32)
+        run(chosen_kernel, (1,), x, out, number, m, n)
+        for line, (found, right) in enumerate(zip(out, wanted)):
+            assert torch.equal(found, right), line
+    assert any(ty.is_ptr() and ty.element_ty == tl.int64 for ty in made)

@@ -294,7 +294,8 @@ class Accesses:
         m.progress += 1
         if m.waiting:
             base = access.region.base
-            low, high = (base + at for at in access.span())
+            first, end = access.span()
+            low, high = base + first, base + end
             for address in [a for a in m.waiting if low <= a < high]:
                 m.wake(address)
 

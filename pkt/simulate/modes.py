@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+# As torch's functions of longer names, which would be a tenth of what a small schedule calls.
+_only_deterministic = torch._C._get_deterministic_algorithms
+_only_warned = torch._C._get_deterministic_algorithms_warn_only
+
 
 class Modes(NamedTuple):
     """The modes of a rank's host code."""
@@ -32,7 +36,7 @@ def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any,
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.get_default_dtype(),
-        _deterministic(),
+        (_only_deterministic(), _only_warned()),
         functions,
         hooks,
     )
@@ -54,7 +58,7 @@ def enter(wanted: Modes) -> None:
     torch.set_autocast_dtype("cpu", wanted.autocast_dtype)
     if torch.get_default_dtype() != wanted.dtype:  # a change takes ten times as long as a look
         torch.set_default_dtype(wanted.dtype)
-    if _deterministic() != wanted.deterministic:
+    if (_only_deterministic(), _only_warned()) != wanted.deterministic:
         enabled, warn_only = wanted.deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
@@ -89,10 +93,6 @@ class Guard:
         found = modes(tuple(reversed(functions)), hooks)
         self._guard.__exit__(None, None, None)
         return found if keys == self._before else found._replace(keys=keys)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _keys() -> tuple[Any, Any]:

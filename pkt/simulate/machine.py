@@ -109,6 +109,7 @@ class Machine:
         self.max_steps = max_steps
         self.ended = False
         self.trial: Trial | None = None
+        self.freed = False  # a tensor of the heap was freed
         self.lost = False  # a fault has kept a task from running
         self.timing = 0  # hosts inside timed()
         self._was_by_time = False

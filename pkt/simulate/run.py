@@ -75,7 +75,7 @@ class SimulatedRank:
         self.exchange(None, "free()", among)
         region = self._regions.pop(block.offset)
         self.machine.device.check_far(region)
-        region.freed_at = block.site
+        region.freed_at, self.machine.freed = block.site, True
         region.memory[:] = POISON
         self.machine.stream.watch(self.machine.hosts[self.rank])  # for plain views that outlive the tensor
 

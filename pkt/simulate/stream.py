@@ -124,7 +124,7 @@ class Stream:
         if not tensors:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor in tensors:
+            for tensor in tensors if m.freed else ():
                 region = self.m.space.holding(_address(tensor))
                 if region is not None and region.freed_at:
                     raise UseAfterFree.host(task.rank, name, region.name, region.freed_at)

@@ -185,7 +185,9 @@ def chosen_kernel(x_ptr, out_ptr, n, M: tl.constexpr, N: tl.constexpr):
     x = tl.load(x_ptr + at)
     one = tl.load(x_ptr)
     out = out_ptr + at
-    tl.store(out, tl.where(rows[:, None] < 2, x, 5))
+    chosen = tl.where(rows[:, None] < 2, x, 5)
+    tl.static_assert(chosen.shape[1] == N)
+    tl.store(out, chosen)
     tl.store(out + M * N, tl.where(n > 3, x, one))
     tl.store(out + 2 * M * N, tl.where(x > 4, one, x))
     tl.store(out + 3 * M * N, tl.where(n < 3, x, x + 1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pkt
 from pkt.kernels.declaration import Call
@@ -203,7 +204,9 @@ def test_gradients_of_a_push(
     mine = operands(5, heads, kv_heads, dtype=dtype)
     if "cu_seqlens" in keywords:
         mine = [[x[0] for x in xs] for xs in mine]
-    for found, right in zip(gradients(mine, **SMALL, **keywords), exact_gradients(mine, **keywords), strict=True):
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fused form on CPUs approximates, by how much depends on the processor
+        all_found = gradients(mine, **SMALL, **keywords)
+    for found, right in zip(all_found, exact_gradients(mine, **keywords), strict=True):
         for x, y in zip(found, right, strict=True):
             assert x.dtype == dtype
             # A few roundings of weights, of their gradients and of results, each of numbers up to the greatest.

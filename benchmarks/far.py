@@ -29,6 +29,7 @@ import pkt
 import pkt.language as pl
 from pkt.language.inspect import ARENA
 from pkt.language.world import STATUS_BYTES, STATUS_DEADLINE, DeviceWorld, Network, code_hash, team_constants
+from pkt.progress import steps
 
 PROGRAMS, ELEMENTS = 4, 3000  # of a check; elements of a put, which are no multiple of 16 bytes a thread
 BIG, SECONDS = 64 << 20, 20
@@ -321,7 +322,7 @@ def measure(node: Node, turns: int = 1000) -> dict[str, str]:
     ping = lambda: ping_kernel[(1,)](dst, src, ready, next(launches) * turns, turns, world)  # noqa: E731
     taken = timed(node, ping, 6)[1:]  # the first compiles
     found = {"put_signal of 8 bytes, one way": f"{min(taken) / (2 * turns) * 1e6:.2f} us (at most 2.5 wanted)"}
-    for programs in (1, 8, 16, 64):
+    for programs in steps((1, 8, 16, 64), "64 MB from programs"):
 
         def send(programs: int = programs) -> None:
             if node.rank == 0:

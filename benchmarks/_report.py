@@ -48,7 +48,8 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
                 text = f"{row['ms']:.4g}" + (f" ({row['ratio']:.2f})" if "ratio" in row else "")
                 text = f"**{text}**" if best.get((case, name.startswith("pkt"))) == name else text
             else:
-                text = "failed" if row.get("failed") else f"right, {row['error']:.1e}"
+                checked = "ran" if row.get("error") is None else f"right, {row['error']:.1e}"
+                text = "failed" if row.get("failed") else checked
             cells.append(text)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     right = [row for row in rows if row.get("error") is not None and not row.get("failed")]

@@ -1,5 +1,6 @@
 """Workers of pkt.launch stay warm, label output, raise the first failure, run notebook cells and leave no orphan."""
 
+import ctypes
 import linecache
 import os
 import signal
@@ -194,6 +195,24 @@ def test_a_killed_worker_is_named_and_replaced():
         assert not pool.alive
     finally:
         pool.kill()
+
+
+def test_a_worker_that_crashes_says_where(capfd):
+    pool = Workers(2)
+    try:
+
+        def crash(world):
+            if world.rank == 1:
+                ctypes.string_at(0)
+            world.barrier()
+
+        with pytest.raises(RankFailed, match=r"rank 1 raised:\n\nthe process \(pid \d+\) ended by signal 11"):
+            run(pool, crash)
+    finally:
+        pool.kill()
+    said = capfd.readouterr().err
+    assert "Segmentation fault" in said
+    assert "in crash" in said
 
 
 PARENT = """

@@ -9,6 +9,7 @@ job.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -27,6 +28,8 @@ def serve(fd: int) -> None:
     """Run jobs until the caller closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C, and ends this process or passes it on
     interrupts.passed_on = True
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in a driver or a library prints the lines that called it
     with socket.socket(fileno=fd) as pipe:
         os.register_at_fork(after_in_child=pipe.close)
         while (message := receive(pipe)) is not None:

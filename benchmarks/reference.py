@@ -37,15 +37,15 @@ Without `mode=`, a collective chooses by the operands and their size:
 
 | collective | small: low-latency | then | `copy` from |
 |---|---|---|---|
-| `all_gather`, `all_to_all` | up to a megabyte or two | `push`; `pull` if the result is not symmetric | 256 MiB of the result |
+| `all_gather`, `all_to_all` | up to a megabyte or two | `push`; `pull` if only x is symmetric, `inbox` if nothing is | 256 MiB of a symmetric result |
 | `reduce_scatter` | up to a megabyte or two | `push` | 512 MiB of x; on 2 ranks 2 GiB |
-| `all_reduce` | up to a megabyte or two | `multimem` for sums where the ranks have multicast; else `two_shot`, and `two_shot_push` from 4 MiB | 256 MiB of x, where `multimem` is not chosen |
-| `broadcast` | up to a megabyte or two | `pass_on` | never |
+| `all_reduce` | up to a megabyte or two | `multimem` for sums where the ranks have multicast; else `two_shot`, and `two_shot_push` from 4 MiB; `inbox` if the result is not symmetric | 256 MiB of x, where neither `multimem` nor `inbox` is chosen |
+| `broadcast` | up to a megabyte or two | `pass_on`; `inbox` if x is not symmetric | never |
 
 A fused product on GPUs takes the form that was tuned on this machine, or was measured for a shape like this one. Otherwise it
 takes the form with the least predicted time. `pkt.explain` names the form and the reason. In the simulator the default is
-`push`, `add` or `lcsc`. `matmul_all_to_all` and `all_to_all_matmul` take `unfused` by default. The other fused products have
-these forms beside their own:
+`push`, `add` or `lcsc`. `matmul_all_to_all` and `all_to_all_matmul` take `unfused`, or `push` for many rows. The other fused
+products have these forms beside their own:
 
 | `mode` | what it does | where it runs |
 |---|---|---|

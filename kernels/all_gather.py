@@ -3,14 +3,15 @@
 push: each rank reads its shard once and stores it into every rank's `out`.
 pull: each rank loads every rank's `x` into its own `out`.
 copy: push by the copy engines, a copy a peer (see shared.copies): for shards of many megabytes.
-low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and `out` need not be
+inbox: push into inboxes, from where each rank takes what came (see shared.inbox): no tensor need be symmetric.
+low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For shards that are small, of elements of 16 or 32 bits.
 nodes: the only form in a world of several nodes: over the network along the rail, then load from the ranks of the node,
     see shared.nodes. It has run in the simulator only.
 
 In the others (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
 shard goes straight to its place (see shared.runs): no transposed copy. Programs of one index on all ranks meet in two
-barriers, except in low_latency.
+barriers, except in inbox and low_latency.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, nodes, nodes_rules, runs
+from .shared import copies, flagged, inbox, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -86,7 +87,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
+    mode: Literal["push", "pull", "copy", "inbox", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -100,9 +101,9 @@ def all_gather(
     may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * (size - 1) times
-    x's bytes, rounded up to a power of two, each power once and with all_reduce; nodes twice x's bytes for each node,
-    once for each size; the others nothing for data. Raises
-    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    x's bytes, rounded up to a power of two, each power once and with all_reduce; inbox as push of reduce_scatter, and
+    with it; nodes twice x's bytes for each node, once for each size; the others nothing for data. Raises NotSymmetric,
+    ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, mode, block), world)
 
@@ -115,19 +116,19 @@ def gathered(call: Call) -> tuple[int, ...]:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little; else push or copy into a symmetric `out`; else pull."""
-    x, out, world = call["x"], call["out"], call.world
+    """Flagged words for little; else push or copy into a symmetric `out`; else pull from a symmetric x; else inbox."""
+    x, world = call["x"], call.world
     if flagged.taken(call, flagged.few(x.nbytes * max(world.size - 1, 1), world.size)):
         return "low_latency"
     run = runs.around(x.shape, call["dim"])[1]
-    return moved(out, call.given.get("block"), copies.least(COPIED_BYTES, run, x.element_size()))
+    return moved(call, copies.least(COPIED_BYTES, run, x.element_size()))
 
 
-def moved(out: torch.Tensor | None, block: int | None, copied: int) -> str:
-    """push, pull or copy. copied: bytes of `out` from which it is copy."""
-    if not isinstance(out, SymmetricTensor):
-        return "pull"
-    return "copy" if block is None and out.nbytes >= copied else "push"
+def moved(call: Call, copied: int) -> str:
+    """push, pull, copy or inbox. copied: bytes of `out` from which it is copy."""
+    if isinstance(call["out"], SymmetricTensor):
+        return "copy" if call.given.get("block") is None and call["out"].nbytes >= copied else "push"
+    return "pull" if isinstance(call["x"], SymmetricTensor) else "inbox"
 
 
 def _through_registers(kernel: object) -> Callable[[Call], Launch]:
@@ -137,6 +138,11 @@ def _through_registers(kernel: object) -> Callable[[Call], Launch]:
         return resident_launch(world, kernel, shard.tiles, (barrier_counters(world), shard))
 
     return plan
+
+
+def _through_inboxes(call: Call) -> Launch:
+    rows, run = runs.around(call["x"].shape, call["dim"])
+    return inbox.exchange_launch(call.world, rows, run, (1, 1), 1, call.dtype, call["block"])
 
 
 def _by_copy_engines(call: Call) -> Launch:
@@ -188,6 +194,9 @@ OPERATOR = Operator(
         "copy": Form(
             copies.in_one_call(_by_copy_engines), "push by the copy engines", "(W - 1) |x|", symmetric=("out",)
         ),
+        "inbox": Form(
+            _through_inboxes, "store into every rank's inbox, and take from mine", "(W - 1) |x|", **BLOCKED
+        ),
         "low_latency": Form(
             _in_flagged_words, "words of data and flag to every rank, no barrier", "4 / 3 (W - 1) |x|",
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
@@ -209,6 +218,8 @@ OPERATOR = Operator(
         Case(shapes={"x": (4, 10)}, arguments={"mode": "push"}, ranks=4),
         Case(shapes={"x": (4, 10)}, arguments={"mode": "pull", "dim": 1}),
         Case(shapes={"x": (4, 10)}, arguments={"mode": "copy", "dim": 1}),
+        # More tiles than belong to a signal, which has 256 elements.
+        Case(shapes={"x": (2, 300)}, arguments={"mode": "inbox", "dim": 1, "block": 128}, sms=1),
         Case(shapes={"x": (4, 10)}, arguments={"mode": "low_latency", "dim": 1}, launches=3),
         Case(shapes={"x": (4, 10)}, arguments={"mode": "low_latency"}, ranks=2, launches=3),
         Case(shapes={"x": (3, 1, 5)}, arguments={"dim": -2}, explore=False),

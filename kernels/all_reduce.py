@@ -8,8 +8,10 @@ one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
-two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), some of
+two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see shared.inbox), some of
     them for each signal, because stores reach more of the links than loads.
+inbox: as two_shot_push, and the owners store their sums into inboxes too (see shared.inbox): no tensor need be
+    symmetric.
 copy: as two_shot, moved by the copy engines, see shared.copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
@@ -19,8 +21,8 @@ nodes: the only form in a world of several nodes: reduce_scatter over nodes, the
 The others add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks
 hold the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing
 documents what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet
-in barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block
-of a program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
+in barriers: none in inbox and the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for
+each block of a program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ from .declaration import Call, Case, Form, Launch, Operand, choice, integer
 from .declaration import block as block_size
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copies, copy_reduce, flagged, nodes, nodes_rules
+from .shared import copies, copy_reduce, flagged, inbox, nodes, nodes_rules
 from .shared.checks import FLOATS, adds
-from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
+from .shared.grid import BLOCKED, barrier_counters, copy_block, resident_launch
+from .shared.inbox import await_sent, in_inbox
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
 TWO_SHOT_PUSH_BYTES = 4 << 20
@@ -58,7 +60,7 @@ REST_BYTES = 1 << 20
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
 
 Mode = Literal[
-    "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "nodes"
+    "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "inbox", "copy", "multimem", "nodes"
 ]  # fmt: skip
 
 
@@ -114,15 +116,16 @@ def two_shot_kernel(
 @triton.jit
 def two_shot_push_kernel(
     x_ptr,  # (n,) this rank's; may be `out`
-    out_ptr,  # (n,) on every rank; rank r stores the tiles r, r + size, ... into all of them
+    out_ptr,  # (n,) this rank's; if DIRECT on every rank: rank r stores the tiles r, r + size, ... into all of them
     inbox_ptr,  # (2, size - 1, programs, TOGETHER * BLOCK) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
-    bar_ptr,  # int32 (programs,) on every rank
+    bar_ptr,  # int32 (programs,) on every rank, if DIRECT
     n,
     world,
     OP: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,  # blocks in a tile
+    DIRECT: tl.constexpr,  # sums go straight to their places, else through inboxes
 ):
     pid = tl.program_id(0)
     TILE: tl.constexpr = TOGETHER * BLOCK
@@ -138,19 +141,35 @@ def two_shot_push_kernel(
                 offs = first + peer * TILE + j * BLOCK
                 place = in_inbox(inbox_ptr, sent, world.size - i, world, TILE) + j * BLOCK + element
                 pl.store(place, tl.load(x_ptr + offs, mask=offs < n, other=0), peer, world)
-        pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
+        pl.signal_all(counts + rank, world)  # publish; and what I sent of x, or took out, may be overwritten
         await_sent(counts, sent, world)
         for j in range(TOGETHER):
             offs = first + rank * TILE + j * BLOCK
-            total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
+            total = tl.load(x_ptr + offs, mask=offs < n, other=0).to(tl.float32)
             for i in tl.static_range(1, world.size):
                 x = tl.load(in_inbox(inbox_ptr, sent, i, world, TILE) + j * BLOCK + element)
                 total = combine(total, x.to(tl.float32), OP)
-            for i in tl.static_range(1, world.size + 1):
+            rounded = total.to(out_ptr.dtype.element_ty)
+            for i in tl.static_range(1, world.size):
                 peer = (rank + i) % world.size
-                pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
+                if DIRECT:
+                    pl.store(out_ptr + offs, rounded, peer, world, mask=offs < n)
+                else:
+                    place = in_inbox(inbox_ptr, sent + 1, world.size - i, world, TILE) + j * BLOCK + element
+                    pl.store(place, rounded, peer, world)
+            tl.store(out_ptr + offs, rounded, mask=offs < n)
         sent += 1
-    pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
+        if not DIRECT:
+            pl.signal_all(counts + rank, world)  # publish; and I am done with the parts in the other half
+            await_sent(counts, sent, world)
+            for j in range(TOGETHER):
+                for i in tl.static_range(1, world.size):
+                    offs = first + (rank + i) % world.size * TILE + j * BLOCK
+                    x = tl.load(in_inbox(inbox_ptr, sent, i, world, TILE) + j * BLOCK + element)
+                    tl.store(out_ptr + offs, x, mask=offs < n)
+            sent += 1
+    if DIRECT:
+        pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
 
 
 @triton.jit
@@ -194,19 +213,19 @@ def all_reduce(
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or apart from it,
-    of x's shape and dtype; symmetric unless mode is a low-latency one, one_shot or nodes. op: "sum", in fp32 and
-    rounded once, over nodes twice; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the
-    top of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a program
-    moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at
-    most, REDUCE_CHUNKS of shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
-    once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
+    x: bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push, inbox or copy. out: x or apart
+    from it, of x's shape and dtype; symmetric unless mode is a low-latency one, one_shot, inbox or nodes. op: "sum", in
+    fp32 and rounded once, over nodes twice; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form
+    that the top of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a
+    program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
+    rank at most, REDUCE_CHUNKS of shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten
+    at once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * size times x's
     bytes, low_latency_two_shot 16 / 3 times, rounded up to a power of two, each power once and with all_gather;
-    two_shot_push 2 * (size - 1) tiles a program for each size of tile and grid, as reduce_scatter; copy x's bytes less
-    a part for each size of part; nodes 5 / node_size times x's bytes for each size. Raises NotSymmetric, ShapeError,
-    DtypeError, Unsupported, CollectiveMismatch.
+    two_shot_push and inbox 2 * (size - 1) tiles a program for each size of tile and grid, as reduce_scatter; copy x's
+    bytes less a part for each size of part; nodes 5 / node_size times x's bytes for each size. Raises NotSymmetric,
+    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     out = x if out is None else out
     return OPERATOR((x, out), (op, mode, block, chunks), world)
@@ -219,21 +238,21 @@ def low_latency(nbytes: int, world: World) -> str | None:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little; else one_shot from a symmetric x into a plain `out`; else the switch for a sum, where
-    the world has one and both tensors are symmetric; else two_shot, two_shot_push or copy, by size. Pushes need no
-    symmetric x, so a plain one is never copied."""
+    """Flagged words for little; else by whether `out` is symmetric. If not: inbox, or one_shot where a symmetric x
+    makes that as few bytes. If so: the switch for a sum, where the world has one and x is symmetric, too; else
+    two_shot, two_shot_push or copy, by size. Pushes need no symmetric x."""
     x, out, world = call["x"], call["out"], call.world
     words = low_latency(x.nbytes, world)
     if words:
         return words
-    both = isinstance(x, SymmetricTensor) and isinstance(out, SymmetricTensor)
-    if isinstance(x, SymmetricTensor) and not both:
-        return "one_shot"
-    if both and world.multicast and call["op"] == "sum" and _even(call):
+    near = isinstance(x, SymmetricTensor)
+    if not isinstance(out, SymmetricTensor):
+        return "one_shot" if near and (world.size <= 2 or x.nbytes < TWO_SHOT_PUSH_BYTES) else "inbox"
+    if near and world.multicast and call["op"] == "sum" and _even(call):
         return "multimem"
     if x.nbytes >= COPIED_BYTES:
         return "copy"
-    return "two_shot" if both and x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
+    return "two_shot" if near and x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 
 
 def _even(call: Call) -> bool:
@@ -299,16 +318,15 @@ def _two_shot(kernel: object) -> Callable[[Call, int], Launch]:
     return make
 
 
-def _two_shot_push(call: Call, n: int) -> Launch:
-    x, world = call["x"], call.world
-    tile = pushed_room(triton.cdiv(n, world.size), x.element_size(), world.size)
-    most = COPY_BYTES if _even(call) else COPY_BYTES // 4  # else each element's address has a register
-    BLOCK = call["block"] or min(tile, most // x.element_size())
-    together = triton.cdiv(tile, BLOCK)
-    tasks = triton.cdiv(n, BLOCK * together * world.size)
-    inbox = inboxes(num_programs(world, tasks), together * BLOCK, x.dtype, world)
-    arguments = *inbox, barrier_counters(world), n
-    return resident_launch(world, two_shot_push_kernel, tasks, arguments, (call["op"], BLOCK, together))
+def _by_pushes(direct: bool) -> Callable[[Call, int], Launch]:
+    def make(call: Call, n: int) -> Launch:
+        world = call.world
+        access = 1 if _even(call) else 4  # else each element's address has a register
+        tasks, BLOCK, together, room = inbox.tiles(n, call["x"], call["block"], world.size, world, access)
+        constants = call["op"], BLOCK, together, direct
+        return resident_launch(world, two_shot_push_kernel, tasks, (*room, barrier_counters(world), n), constants)
+
+    return make
 
 
 def _by_copy_engines(call: Call, n: int) -> Launch:
@@ -348,8 +366,12 @@ OPERATOR = Operator(
             symmetric=("x", "out"), **BLOCKED,
         ),
         "two_shot_push": Form(
-            _with_the_rest(_two_shot_push), "each block sent to its owner, reduced and stored by it", MOVES,
-            symmetric=("out",), **BLOCKED,
+            _with_the_rest(_by_pushes(True)), "each block sent to its owner, reduced and stored by it",
+            MOVES, symmetric=("out",), **BLOCKED,
+        ),
+        "inbox": Form(
+            _with_the_rest(_by_pushes(False)), "the same, and the sums sent to every rank's inbox", MOVES,
+            **BLOCKED,
         ),
         "copy": Form(
             copies.in_one_call(_with_the_rest(_by_copy_engines)), "the same, by the copy engines", MOVES,
@@ -384,6 +406,9 @@ OPERATOR = Operator(
         Case(shapes={"x": (42,)}, arguments={"mode": "two_shot"}, ranks=2, out="x"),
         Case(shapes={"x": (42,)}, arguments={"mode": "two_shot_push"}, launches=3),
         Case(shapes={"x": (42,)}, arguments={"mode": "two_shot_push"}, ranks=2, launches=3, out="x"),
+        # More tiles than one, which has 256 elements.
+        Case(shapes={"x": (900,)}, arguments={"mode": "inbox", "block": 128}, sms=1),
+        Case(shapes={"x": (42,)}, arguments={"mode": "inbox"}, ranks=2, launches=3, out="x"),
         Case(shapes={"x": (100,)}, arguments={"mode": "copy", "chunks": 2}, sms=1),
         Case(shapes={"x": (150,)}, arguments={"mode": "copy", "chunks": 3}, ranks=2, out="x"),
         Case(shapes={"x": (42,)}, arguments={"mode": "multimem"}, ranks=4),

@@ -3,6 +3,7 @@
 push: each rank stores its parts into the ranks' `out`.
 pull: each rank loads its parts from the ranks' `x`.
 copy: push by the copy engines, a copy a part (see shared.copies): for parts of many megabytes.
+inbox: push into inboxes, from where each rank takes its parts (see shared.inbox): no tensor need be symmetric.
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For small tensors, of elements of 16 or 32 bits.
 nodes: the only form in a world of several nodes: the ranks of a node collect what goes to one rank of another node, and
@@ -12,10 +13,10 @@ Axis `scatter` of x is split among the ranks, and what they sent is put together
 plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, H, D): scatter=2, gather=1 goes from
 my part of the sequence, all heads, to all of the sequence, my heads; scatter=1, gather=2 goes back.
 
-(W - 1) / W * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run (see shared.runs) goes
-straight to its place: one pass with no staging. One kernel pushes and pulls, because a part is a matrix of runs on both
-sides and only the strides between its rows differ. Programs that work at the same time have different peers. Programs
-of one index on all ranks meet in two barriers, except in low_latency.
+(W - 1) / W * n * itemsize bytes leave and enter each rank, a third more in low_latency. In push, pull and copy each run
+(see shared.runs) goes straight to its place: one pass with no staging. One kernel pushes and pulls, because a part is a
+matrix of runs on both sides and only the strides between its rows differ. Programs that work at the same time have
+different peers. Programs of one index on all ranks meet in two barriers, except in inbox and low_latency.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, flagged, nodes, nodes_rules, runs
+from .shared import copies, flagged, inbox, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
@@ -79,7 +80,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Literal["push", "pull", "copy", "low_latency", "nodes"] | None = None,
+    mode: Literal["push", "pull", "copy", "inbox", "low_latency", "nodes"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -94,9 +95,9 @@ def all_to_all(
     where the form needs a symmetric one.
 
     Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency at most 8 / 3 times x's
-    bytes, rounded up to a power of two, each power once and with all_gather; nodes 3 times x's bytes for each
-    size; the others nothing for data. Raises
-    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    bytes, rounded up to a power of two, each power once and with all_gather; inbox as push of reduce_scatter, and with
+    it; nodes 3 times x's bytes for each size; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError,
+    CollectiveMismatch.
     """
     return OPERATOR((x, out), (scatter, gather, mode, block), world)
 
@@ -109,10 +110,10 @@ def exchanged(call: Call) -> tuple[int, ...]:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little; else push or copy into a symmetric `out`; else pull."""
+    """Flagged words for little; else push or copy into a symmetric `out`; else pull from a symmetric x; else inbox."""
     if flagged.taken(call, flagged.few_of_parts(call["x"].nbytes, call.world.size)):
         return "low_latency"
-    return moved(call["out"], call.given.get("block"), COPIED_BYTES)
+    return moved(call, COPIED_BYTES)
 
 
 def _layout(call: Call) -> tuple[int, int, int, int]:
@@ -134,6 +135,11 @@ def _through_registers(push: bool) -> Callable[[Call], Launch]:
         return resident_launch(world, all_to_all_kernel, part.tiles * world.size, arguments, (push,))
 
     return plan
+
+
+def _through_inboxes(call: Call) -> Launch:
+    world, (rows, run, *together) = call.world, _layout(call)
+    return inbox.exchange_launch(world, rows, run, together, world.size, call.dtype, call["block"])
 
 
 def _by_copy_engines(call: Call) -> Launch:
@@ -178,6 +184,7 @@ OPERATOR = Operator(
         "push": Form(_through_registers(True), "store into the ranks", MOVES, symmetric=("out",), **BLOCKED),
         "pull": Form(_through_registers(False), "load from them", MOVES, symmetric=("x",), **BLOCKED),
         "copy": Form(copies.in_one_call(_by_copy_engines), "push by the copy engines", MOVES, symmetric=("out",)),
+        "inbox": Form(_through_inboxes, "store into the ranks' inboxes, and take from mine", MOVES, **BLOCKED),
         "low_latency": Form(
             _in_flagged_words, "its part in words of data and flag to every rank, no barrier", f"4 / 3 {MOVES}",
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
@@ -200,6 +207,8 @@ OPERATOR = Operator(
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "push"} | TURNED),
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "pull"} | TURNED, ranks=2),
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "copy"} | TURNED),
+        # More tiles than belong to a signal, which has 256 elements.
+        Case(shapes={"x": "2 W*300"}, arguments={"mode": "inbox", "block": 128} | TURNED, sms=1),
         Case(shapes={"x": "3 W*5"}, arguments={"mode": "low_latency"} | TURNED, launches=3),
         Case(shapes={"x": "2 5 W*2 3"}, arguments={"scatter": 2, "gather": 1}, explore=False),
         Case(shapes={"x": "1 W*11 1 7"}, arguments={"scatter": -3, "gather": -1}, explore=False),

@@ -34,7 +34,7 @@ from .shared import heads, products
 from .shared.checks import FLOATS
 from .shared.grid import num_programs
 from .shared.heads import Matrix
-from .shared.tile_product import accumulate, default_tiles, finish, stack, store_tile, tile_pointers, weights
+from .shared.tile_product import Tiles, accumulate, finish, stack, store_tile, tile_pointers, weights
 from .shared.unfused import multiply, plain
 
 CALL = "all_to_all_matmul"
@@ -162,15 +162,14 @@ def all_to_all_matmul(
         weight. bias: (N,) of x's dtype.
     out: (B, S, N) of x's dtype; shares no memory with the operands. A new tensor where None.
 
-    mode: a form that the top of kernels/all_to_all_matmul.py describes; "unfused" where None, until "push" has been
-        measured. For "push" alone, the same on every rank: num_comm_sms: programs that push, from 1 to all but one of
-        the grid, by default 16. chunk: columns of x that one signal stands for, rounded up to BLOCK_K, by default 256.
-        tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
-        those left out are as in `Tiles`.
+    mode: a form that the top of kernels/all_to_all_matmul.py describes; where None "push" for 2,048 positions of a rank
+        and more, else "unfused". For "push" alone, the same on every rank: num_comm_sms: programs that push, from 1 to
+        all but one of the grid, by default 16. chunk: columns of x that one signal stands for, rounded up to BLOCK_K,
+        by default 256. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of
+        two from 16, and those left out are as in `Tiles`.
 
     Sums are fp32. "push" adds the bias to them and rounds once; "unfused" rounds before it adds the bias. Returns
-    `out`, complete; the operands may be overwritten at once. It has run on ranks that share one H200, not on several
-    GPUs.
+    `out`, complete; the operands may be overwritten at once.
 
     Symmetric memory kept: twice x's bytes in "push", once in "unfused". Raises ShapeError,
     DtypeError, CollectiveMismatch, Unsupported.
@@ -179,6 +178,10 @@ def all_to_all_matmul(
 
 
 # --------------------------------------------------------------------------------------------------------------- host
+def _tiles(call: Call) -> Tiles:
+    return heads.tiles_of(call["s"], call.dtype, call["h"] * call["d"], call["n"])
+
+
 def _push(call: Call) -> Launch:
     world, tiles, dtype = call.world, call["tiles"], call.dtype
     size, b, s, k, N = world.size, call["b"], call["s"], call["h"] * call["d"], call["n"]
@@ -262,7 +265,7 @@ OPERATOR = Operator(
             _push, "communicators store rows into inboxes, tiles wait for them", MOVES, small=SMALL,
             settings={
                 "num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK,
-                "tiles": lambda call: default_tiles(call["s"], call.dtype, call["h"] * call["d"], call["n"]),
+                "tiles": _tiles,
             },
             seconds=heads.seconds_pushed_rows(NUM_COMM_SMS),
         ),
@@ -271,7 +274,7 @@ OPERATOR = Operator(
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_rows),
         ),
     },
-    default=lambda call: "unfused",
+    default=lambda call: "push" if _tiles(call) == heads.WIDE_TILES else "unfused",
     reference=reference,
     backward=Backward(
         backward, "of x `matmul_all_to_all`; of weight `all_to_all` of x once more, then a product",

@@ -4,6 +4,7 @@ is expected to be the fastest."""
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,6 @@ from pkt.runtime.memory.tensor import described
 from pkt.runtime.world import World
 from pkt.wording import dtype_text
 
-from . import staging
 from .declaration import Call, Form, Shape, choice
 from .declared import Declared
 from .forecast import Described, Forecast, forecast, gpu_of, predicted
@@ -145,10 +145,10 @@ class Choosing(Declared):
 
     def collective(
         self, shape: Shape, dtype: torch.dtype, size: int, gpu: Gpu, symmetric: bool, multicast: bool
-    ) -> tuple[str, dict[str, int]]:
+    ) -> tuple[str, int]:
         """The form that the operator, a collective, takes for x of a shape where the caller leaves all else out, and
-        the bytes of the copies that each call makes, see `staging.copied`. symmetric: x and `out` are. gpu, multicast:
-        of every rank. Raises ShapeError."""
+        the bytes that a rank takes out of its inbox where a symmetric tensor would have them in their places.
+        symmetric: x and `out` are. gpu, multicast: of every rank. Raises ShapeError."""
         make = described if symmetric else functools.partial(torch.empty, device="meta")
         call = Call(self.name, Described(size, gpu, multicast), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = make(shape, dtype=dtype)
@@ -157,8 +157,9 @@ class Choosing(Declared):
         self._bind_result(call)
         if "out" in self.names:
             call.tensors["out"] = make(call.shape, dtype=dtype)
-        mode = self.default(call)
-        return mode, staging.copied(call, self.forms[mode].symmetric, self.tensors, self.written)
+        mode, nbytes = self.default(call), math.prod(call.shape) * dtype.itemsize
+        own = nbytes // size if self.written == "out" else 0  # a broadcast brings all of x
+        return mode, nbytes - own if mode == "inbox" else 0
 
     def over_nodes(
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu

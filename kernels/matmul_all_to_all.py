@@ -221,14 +221,13 @@ def matmul_all_to_all(
         halves (y1, y2) of a head become (y1 * cos - y2 * sin, y2 * cos + y1 * sin), as Hugging Face's Llama has it.
         Such calls have no gradient.
 
-    mode: a form that the top of kernels/matmul_all_to_all.py describes; "unfused" where None, until "push" has been
-        measured.
+    mode: a form that the top of kernels/matmul_all_to_all.py describes; where None "push" into a symmetric `out`
+        for 2,048 positions of a rank and more, else "unfused".
     tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
         and those left out are as in `Tiles`. The same on every rank.
 
     Sums are fp32. "push" adds the bias to them, norms, rotates and rounds once; "unfused" rounds before it adds the
-    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once. It has run on ranks
-    that share one H200, not on several GPUs.
+    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once.
 
     Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push". Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.
@@ -270,10 +269,18 @@ def _fits_a_tile(call: Call) -> str:
 
 def _tiles(call: Call) -> Tiles:
     """Of "push": those of any product, as wide as a head where heads are normed or rotated."""
-    tiles, d = default_tiles(call["s"], call.dtype, call["k"], call["h"] * call["d"]), call["d"]
-    if call["qk_heads"] is None or tiles.block_n >= d:
+    d, columns = call["d"], (call["k"], call["h"] * call["d"])
+    if call["qk_heads"] is None:
+        return heads.tiles_of(call["s"], call.dtype, *columns)
+    tiles = default_tiles(call["s"], call.dtype, *columns)  # with wide ones the norm spills
+    if tiles.block_n >= d:
         return tiles
     return tiles._replace(block_m=max(tiles.block_m * tiles.block_n // d, 16), block_n=d)
+
+
+def _wide(call: Call) -> bool:
+    """Whether the product has enough rows for "push", as far as it was measured."""
+    return not _fits_a_tile(call) and _tiles(call) == heads.WIDE_TILES
 
 
 def _whole_heads(call: Call) -> dict[str, Any]:
@@ -413,7 +420,7 @@ OPERATOR = Operator(
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_columns),
         ),
     },
-    default=lambda call: "unfused",
+    default=lambda call: "push" if _direct(call) and _wide(call) else "unfused",
     reference=reference,
     backward=Backward(
         backward, "of x alone `all_to_all_matmul`; else `all_to_all` once, then two products",

@@ -15,17 +15,14 @@ the links than loads. In low_latency there is neither.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.memory.factories import empty, signals
-from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
@@ -33,7 +30,8 @@ from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import copies, copy_reduce, flagged, nodes, nodes_rules, runs
 from .shared.checks import FLOATS, adds
-from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
+from .shared.grid import BLOCKED, barrier_counters, resident_launch
+from .shared.inbox import await_sent, in_inbox, parcels
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
 COPIED_BYTES = 512 << 20
@@ -42,13 +40,6 @@ COPIED_BYTES = 512 << 20
 2 GiB, 0.819, 0.754 and 0.816 for 512 MiB: benchmarks/results/collectives.json, collectives_sizes_2.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
-LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS, PUSHED_TILES = 1 << 10, 64 << 10, 64, 4
-"""Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
-before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
-signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
-for a signal they take 0.325, with 128 0.305, in runs of their own. On 2, where one peer has all that a program sends,
-they take 0.201 ms with 128 KiB, and 0.223 with 64: benchmarks/results/collectives_steps.json, collectives_steps_2.json.
-"""
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], dim: int = 0, op: Op = "sum") -> torch.Tensor:
@@ -73,48 +64,6 @@ def pull_kernel(
         total = over_ranks(mine, inside, world, world.rank, OP)
         tl.store(out_ptr + runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
-
-
-class Inboxes(NamedTuple):
-    """Where the tiles of other ranks arrive, those of a signal together."""
-
-    inbox: SymmetricTensor  # (2, size - 1, programs, room) on every rank; rank + d stores [:, d - 1], halves in turn
-    counters: SymmetricTensor  # (programs, size); [p, r]: how often program p of rank r has ever sent
-
-
-def inboxes(programs: int, room: int, dtype: torch.dtype, world: World) -> Inboxes:
-    """Made once for each grid and room: launches that share an inbox must agree on what lies where."""
-
-    def make() -> Inboxes:
-        shape = 2, max(world.size - 1, 1), programs, room
-        inbox = empty(*shape, dtype=dtype, name="kernels.inbox", world=world)
-        return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
-
-    return world.keep(("pkt.kernels", "inboxes", programs, room, dtype), make)
-
-
-def pushed_room(part: int, itemsize: int, size: int) -> int:
-    """Elements for each signal of a part of so many."""
-    most = 2 * MOST_PUSHED if size == 2 else MOST_PUSHED  # of all that a program sends, one peer has as much as two
-    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_SIGNALS, most))
-    return (1 << nbytes.bit_length() - 1) // itemsize
-
-
-@triton.jit
-def in_inbox(inbox_ptr, sent, distance, world, ROOM: tl.constexpr):
-    """Where what rank + `distance` sends is, of this program's signal after `sent`. Tiles are stored and loaded whole
-    and with no mask, so that accesses are 16 bytes wide however long a run of x is."""
-    slot = tl.cast(sent & 1, tl.int64) * (world.size - 1) + (distance - 1)
-    return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * ROOM
-
-
-@triton.jit
-def await_sent(counts, sent, world):
-    """Until what belongs to the signal after `sent` has come from every rank. Before a rank sent it, it had added up
-    what came before, so the half of its inbox where that was is free for my next."""
-    for i in tl.static_range(0, world.size):
-        # Of mine there is only the count, from which the next launch goes on.
-        pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
 
 
 @triton.jit
@@ -210,17 +159,8 @@ def _pull(call: Call) -> Launch:
 
 
 def _push(call: Call) -> Launch:
-    world, dtype, (rows, run) = call.world, call.dtype, _around(call)
-    # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
-    access = max(math.gcd(run * dtype.itemsize, 16), 4)
-    room = pushed_room(rows * run, dtype.itemsize, world.size)
-    pushed = max(room * dtype.itemsize // PUSHED_TILES, COPY_BYTES)
-    most = min(room * dtype.itemsize, pushed * access // 16)
-    part = runs.runs(rows, run, dtype, call["block"] or most // dtype.itemsize)
-    tile = part.ROWS.value * part.COLS.value
-    together = max(room // tile, 1)
-    inbox = inboxes(num_programs(world, part.tiles), together * tile, dtype, world)
-    return resident_launch(world, push_kernel, part.tiles, (*inbox, part), (call["op"], together))
+    part, together, inbox = parcels(*_around(call), call.dtype, call["block"], call.world)
+    return resident_launch(call.world, push_kernel, part.tiles, (*inbox, part), (call["op"], together))
 
 
 def _by_copy_engines(call: Call) -> Launch:

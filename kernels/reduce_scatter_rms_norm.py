@@ -26,10 +26,10 @@ from pkt.runtime.world import World
 from .declaration import Call, Case, Form, Launch, Operand, choice, integer, number
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .reduce_scatter import await_sent
 from .shared import rms_norm, row_tiles
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS
+from .shared.inbox import await_sent
 
 Tensors = Sequence[torch.Tensor]
 

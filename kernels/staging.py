@@ -11,7 +11,7 @@ An operand is copied before the launch, and what is written is copied back after
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,6 @@ def unreachable(call: Call, names: Sequence[str]) -> list[str]:
     """Those of the tensors `names` that are plain: peers cannot access them."""
     plain = [(name, call.tensors[name]) for name in names if call.tensors[name] is not None]
     return [n for n, t in plain if not isinstance(t, SymmetricTensor) and adopt(t, call.world) is None]
-
-
-def copied(call: Call, names: Sequence[str], read: Container[str], written: str) -> dict[str, int]:
-    """Bytes of each copy that a call makes of those of the tensors `names` that are plain: "x in", "out back"."""
-    sizes = {name: call.tensors[name].nbytes for name in unreachable(call, names)}
-    brought = {f"{name} in": n for name, n in sizes.items() if name in read}
-    return brought | {f"{name} back": n for name, n in sizes.items() if name == written}
 
 
 def buffer(call: Call, name: str) -> torch.Tensor:

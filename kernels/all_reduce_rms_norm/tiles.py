@@ -16,9 +16,9 @@ from pkt.runtime.memory.factories import empty
 
 from ..all_reduce import OPERATOR as ALL_REDUCE
 from ..declaration import Call, Launch
-from ..reduce_scatter import await_sent
 from ..shared import rms_norm, row_tiles
 from ..shared.grid import COPY_OPTIONS
+from ..shared.inbox import await_sent
 
 
 @triton.jit

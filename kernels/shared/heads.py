@@ -17,7 +17,7 @@ from pkt.runtime.launch.replay import replayed
 from ..declaration import Call, Launch
 from . import product_rules
 from .checks import stored
-from .tile_product import whole_rows
+from .tile_product import Tiles, default_tiles, whole_rows
 from .unfused import PRECISION
 
 
@@ -40,6 +40,19 @@ class Matrix(NamedTuple):
 def reaches(dtype: torch.dtype, columns: tuple[int, ...], *tensors: torch.Tensor) -> bool:
     """Whether TMA reaches matrices whose rows have so many columns, which begin where `tensors` do."""
     return whole_rows(dtype, *columns) and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+WIDE_ROWS = 2048
+"""Rows of a rank's product from which "push" has WIDE_TILES: the fewest for which they were measured."""
+WIDE_TILES = Tiles(128, 256, 64, num_stages=3)
+"""all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400 ms, with Tiles() 0.521, unfused 0.417:
+benchmarks/results/all_to_all_matmul_2.json."""
+
+
+def tiles_of(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
+    """`default_tiles`, wide ones for many rows."""
+    tiles = default_tiles(m, dtype, *columns)
+    return WIDE_TILES if tiles == Tiles() and m >= WIDE_ROWS else tiles
 
 
 def again(call: Call, launch: Launch) -> Launch:

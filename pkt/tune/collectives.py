@@ -1,4 +1,4 @@
-"""pkt.explain for a collective: the form that it takes for symmetric tensors and for plain ones, and what is copied."""
+"""pkt.explain for a collective: the form for symmetric tensors and for plain ones, and what symmetric ones save."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ CALL = "pkt.explain"
 
 @dataclass(frozen=True)
 class Taken:
-    """The form for one kind of tensors, and the bytes that each call copies into and out of symmetric memory, by name
-    of the tensor. seconds: that the GPU's memory takes for the copies; 0.0 without any, None for an unknown GPU."""
+    """The form for one kind of tensors, and the bytes that a rank takes out of its inbox in each call. seconds: that
+    the GPU's memory takes for these, beside the transfer; 0.0 without any, None for an unknown GPU."""
 
     tensors: str
     mode: str
-    copied: Mapping[str, int]
+    nbytes: int
     seconds: float | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.copied.values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,11 +44,11 @@ class Copies(Printed):
 
     def __rich__(self) -> Group:
         table = Table()
-        for name in ("tensors", "form", "copied in each call", "bytes", "about, us"):
-            table.add_column(name, justify="right" if name in ("bytes", "about, us") else "left")
+        for name in ("tensors", "form", "through an inbox, bytes", "about, us"):
+            table.add_column(name, justify="left" if name in ("tensors", "form") else "right")
         for taken in (self.symmetric, self.plain):
             about = "" if taken.seconds is None else f"{1e6 * taken.seconds:.3g}"
-            table.add_row(taken.tensors, taken.mode, ", ".join(taken.copied) or "nothing", f"{taken.nbytes:,}", about)
+            table.add_row(taken.tensors, taken.mode, f"{taken.nbytes:,}", about)
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, Text(self._saved()))
 
@@ -63,8 +59,7 @@ class Copies(Printed):
         if not self.plain.nbytes:
             return "symmetric tensors save no copy: this form takes plain ones where they are"
         about = "" if self.plain.seconds is None else f", about {1e6 * self.plain.seconds:.3g} us of the GPU's memory"
-        launches = f"{len(self.plain.copied)} launch{'es' * (len(self.plain.copied) > 1)}"
-        return f"symmetric tensors save copies of {size_text(self.plain.nbytes)}{about} and {launches} in each call"
+        return f"symmetric tensors save the way of {size_text(self.plain.nbytes)} through an inbox{about}, in each call"
 
 
 def copies(operator: Operator, shape: Any, dtype: Any, size: int, gpu: Gpu, multicast: bool) -> Copies:
@@ -79,8 +74,8 @@ def copies(operator: Operator, shape: Any, dtype: Any, size: int, gpu: Gpu, mult
         raise DtypeError.argument(CALL, "dtype", dtype, wanted)
     taken, names = [], " and ".join(name for name in ("x", "out") if name in operator.names)
     for kind, symmetric in (("symmetric", True), ("plain", False)):
-        mode, copied = operator.collective(lengths, found, size, gpu, symmetric, multicast)
-        seconds = 2 * sum(copied.values()) / gpu.memory if gpu.measured else None  # read and written
-        taken.append(Taken(f"{kind} {names}", mode, copied, seconds))
+        mode, nbytes = operator.collective(lengths, found, size, gpu, symmetric, multicast)
+        seconds = 2 * nbytes / gpu.memory if gpu.measured else None  # read and written
+        taken.append(Taken(f"{kind} {names}", mode, nbytes, seconds))
     key = {"x": lengths, "dtype": dtype_text(found), "size": size, "gpu": gpu.name}
     return Copies(operator, key, *taken)

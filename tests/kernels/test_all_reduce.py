@@ -11,7 +11,7 @@ import torch
 
 import pkt
 from pkt.kernels.all_reduce import OPERATOR, TWO_SHOT_PUSH_BYTES, Op, all_reduce, reference
-from pkt.kernels.shared import flagged, grid
+from pkt.kernels.shared import flagged, grid, inbox
 from tests.runtime.eager_worlds import Rank, eager_worlds
 
 from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
@@ -255,10 +255,9 @@ def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
 @pytest.mark.parametrize(("part", "elements"), [(1, 512), (1 << 18, 1 << 12), (1 << 20, 1 << 14), (1 << 22, 1 << 15)])
 def test_the_default_tile_of_two_shot_push(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile follows the size of a rank's part of x."""
-    module = importlib.import_module(all_reduce.__module__)
     blocks: list[int] = []
-    make = module.inboxes
-    monkeypatch.setattr(module, "inboxes", lambda grid, block, *of: blocks.append(block) or make(grid, block, *of))
+    make = inbox.inboxes
+    monkeypatch.setattr(inbox, "inboxes", lambda grid, block, *of: blocks.append(block) or make(grid, block, *of))
     monkeypatch.setattr(grid, "cooperative_launch", lambda *_, **__: lambda *args: None)
     on_ranks(3, lambda world: all_reduce(pkt.empty(3 * part, dtype=torch.bfloat16), mode="two_shot_push") is None)
     assert blocks == 3 * [elements]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 import pkt
 from pkt.kernels.declaration import Call
 from pkt.kernels.reduce_scatter import OPERATOR, Op, reduce_scatter, reference
-from pkt.kernels.shared import grid
+from pkt.kernels.shared import grid, inbox
 
 from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
-module = importlib.import_module("pkt.kernels.reduce_scatter")
 MODES = tuple(OPERATOR.forms)
 
 
@@ -149,7 +147,7 @@ def test_the_default_mode_follows_size_and_ranks(ranks: int, kib: int, mode: str
     ],
 )
 def test_signals_are_few(part: int, itemsize: int, elements: int) -> None:
-    assert module.pushed_room(part, itemsize, 3) == elements
+    assert inbox.pushed_room(part, itemsize, 3) == elements
 
 
 @pytest.mark.parametrize(
@@ -168,8 +166,8 @@ def test_the_default_tile_follows_the_part(
 ) -> None:
     rooms: list[int] = []
     parts: list[Any] = []
-    make = module.inboxes
-    monkeypatch.setattr(module, "inboxes", lambda programs, room, *of: rooms.append(room) or make(programs, room, *of))
+    make = inbox.inboxes
+    monkeypatch.setattr(inbox, "inboxes", lambda programs, room, *of: rooms.append(room) or make(programs, room, *of))
     monkeypatch.setattr(grid, "cooperative_launch", lambda *_, **__: lambda *args: parts.append(args[4]))
     on_ranks(3, lambda world: reduce_scatter(torch.empty(shape, dtype=torch.bfloat16), dim=dim, mode="push") is None)
     assert rooms == 3 * [room]
@@ -179,7 +177,7 @@ def test_the_default_tile_follows_the_part(
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (2, 1), (3, 2)])
 def test_an_inbox_has_slots_for_peers_only(ranks: int, slots: int) -> None:
     def run(world: Any) -> None:
-        assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
+        assert tuple(inbox.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
 
     on_ranks(ranks, run)
 
@@ -206,9 +204,9 @@ def test_programs_are_out_of_step() -> None:
 
     def run(world: Any) -> None:
         part = 1 << 14
-        room = module.pushed_room(part, 2, world.size)
+        room = inbox.pushed_room(part, 2, world.size)
         reduce_scatter(torch.ones(2 * part, dtype=torch.bfloat16), mode="push", block=room // 4)
-        sent = module.inboxes(4, room, torch.bfloat16, world).counters.plain().view(4, 2)[:, world.rank]
+        sent = inbox.inboxes(4, room, torch.bfloat16, world).counters.plain().view(4, 2)[:, world.rank]
         assert sent.tolist() == [8, 9, 9, 9]
 
     on_ranks(2, run, sms=4)

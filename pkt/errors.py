@@ -427,9 +427,10 @@ class Unsupported(PktError, RuntimeError):
         """`where`: what says that a node has `node_size` ranks, in brackets."""
         return cls.here(
             call,
-            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and on GPUs a world has one so far",
-            f"make a world of one node, or simulate: pkt.launch(fn, ranks={ranks}, node_size={node_size}, "
-            'device="cpu")',
+            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and on GPUs a world has one node so "
+            "far, or nodes of one rank",
+            f"make a world of one node, or of nodes of one rank, or simulate: pkt.launch(fn, ranks={ranks}, "
+            f'node_size={node_size}, device="cpu")',
         )
 
     @classmethod

@@ -6,6 +6,9 @@ calls marked collective, in the same order.
 
 The memory consists of W + 1 windows of `stride` bytes. If this rank has a byte at `base + o`, then rank r has its copy
 at `base + (r - rank) * stride + o`. The multicast window, where there is one, is window number `size`.
+
+In a world of several nodes windows of other nodes have addresses and no memory. The window of this rank then begins
+with `arena`, in which all counters lie. Behind it lie their lanes for the network, which take twice as many bytes.
 """
 
 from __future__ import annotations
@@ -97,6 +100,8 @@ class Backend(Protocol):
     gap: int  # bytes between two blocks that belong to neither, so that an access past the end of a block is found
     gpu: str  # model of rank 0's GPU; "simulated" where there is none
     node_size: int  # ranks of a node: those that reach each other's memory by loads and stores
+    arena: range  # offsets at which counters lie; empty: anywhere
+    library: str  # what kernels are linked with to reach other nodes, with its version; "" for nothing
 
     @property
     def timeout(self) -> float | None:

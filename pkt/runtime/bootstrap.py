@@ -23,9 +23,12 @@ import torch
 import torch.distributed as dist
 
 from pkt.errors import RankError, ShapeError, Unsupported, WaitTimeout, ranks_named
+from pkt.runtime.gpu import nvshmem
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
+from pkt.runtime.gpu.nodes import NodesBackend
 from pkt.runtime.gpu.sharing import device_of
+from pkt.runtime.gpu.symmetric import Libraries
 from pkt.runtime.gpu.watch import Watch
 from pkt.runtime.launch.launch import provide_scratch
 from pkt.runtime.memory.heap import heap_bytes
@@ -132,20 +135,19 @@ def open_job(job: dict[str, Any]) -> World:
     torch.cuda.set_device(device)
     torch.cuda.synchronize()  # makes the context
     where = Place(job["rank"], job["size"], Meeting(job["directory"], job["token"]))
-    return open_world(where, device, job["heap"], job["timeout"], multicast=job["multicast"])
+    options = {"multicast": job["multicast"], "node_size": job["node_size"]}
+    return open_world(where, device, job["heap"], job["timeout"], **options)
 
 
-def check_nodes(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise Unsupported if PKT_NODE_SIZE, the number of ranks of a node, makes several nodes of the world; ShapeError
-    if it is no number from 1. Without it a world is one node, because ranks that do not reach each other's memory are
-    refused."""
-    found = environment.get("PKT_NODE_SIZE", "").strip()
-    if not found:
-        return
+def node_size_of(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The number of ranks of a node, by PKT_NODE_SIZE; without it, or where it is greater, all `size`. Raises
+    ShapeError if it is no number from 1, Unsupported if there are several nodes of several ranks."""
+    found = environment.get("PKT_NODE_SIZE", "").strip() or str(size)
     if not found.isdecimal() or int(found) < 1:
         raise ShapeError.argument("pkt.init", "PKT_NODE_SIZE", repr(found), "an integer from 1", rank)
-    if int(found) < size:
+    if 1 < int(found) < size:
         raise Unsupported.nodes(f"rank {rank}: pkt.init", " (PKT_NODE_SIZE)", size, int(found))
+    return min(int(found), size)
 
 
 def open_world(
@@ -155,17 +157,20 @@ def open_world(
     timeout: float,
     *,
     driver: Callable[[int], CudaDriver] = CudaDriver,
+    libraries: Libraries = nvshmem.Library,
     stride: int = STRIDE,
     multicast: bool = True,
+    node_size: int | None = None,
 ) -> World:
-    """Collective: meet, probe, map, and allocate the status page. A failure leaves nothing behind.
+    """Collective: meet, probe, map, and allocate the status page. A failure leaves nothing behind but NVSHMEM, where it
+    has started.
 
-    timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. stride: bytes from one
-    rank's window to the next.
+    timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. libraries: makes its
+    NVSHMEM. stride: bytes from one rank's window to the next. node_size: ranks of a node; None: by PKT_NODE_SIZE.
     """
     keep = False
     try:
-        check_nodes(where.rank, where.size)
+        near = node_size_of(where.rank, where.size) if node_size is None else node_size
         capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
         keep = where.board is None and where.size > 1  # pkt.launch removes it; until then a late rank finds notes there
@@ -177,7 +182,12 @@ def open_world(
         except BaseException as error:
             transport.give_up(f"{type(error).__name__}: {error}")
             raise
-        backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, stride=stride, want_multicast=multicast)
+        backend: CudaBackend
+        if near < where.size:
+            backend = NodesBackend(calls, transport, device, capacity, hosts=hosts, libraries=libraries)
+        else:
+            more: dict[str, Any] = {"stride": stride, "want_multicast": multicast}
+            backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, **more)
     finally:
         if where.rank == 0 and not keep:
             where.meeting.remove()

@@ -23,9 +23,13 @@ class TeamBackend:
 
     journal, multicast = None, False
 
-    def __init__(self, parent: Backend, ranks: Sequence[int], offset: int, capacity: int) -> None:
-        """ranks: the members, by their ranks in `parent`. offset, capacity: of the share in `parent`'s window."""
+    def __init__(
+        self, parent: Backend, ranks: Sequence[int], offset: int, capacity: int, arena: range = range(0)
+    ) -> None:
+        """ranks: the members, by their ranks in `parent`. offset, capacity: of the share in `parent`'s window. arena:
+        its offsets for counters there."""
         whole: Backend = parent
+        self.arena = range(arena.start - offset, arena.stop - offset) if arena else arena
         if isinstance(parent, TeamBackend):
             whole, ranks, offset = parent.whole, [parent.ranks[r] for r in ranks], parent.offset + offset
         self.whole: Backend = whole
@@ -35,7 +39,7 @@ class TeamBackend:
         self.offset: int = offset
         self.capacity, self.base = capacity, whole.base + offset
         self.torch_device, self.num_sms, self.gap, self.gpu = whole.torch_device, whole.num_sms, whole.gap, whole.gpu
-        self.node_size = whole.node_size
+        self.node_size, self.library = whole.node_size, whole.library
         self.stride = whole.stride * (step_of(self.ranks) or 1)
         self.constants = team_constants(self.ranks, whole.size)
 

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from pkt.errors import Closed, DtypeError, RankError, Unsupported, ranks_named
-from pkt.language.world import DeviceWorld, code_hash
+from pkt.language.world import DeviceWorld, Network, code_hash
 from pkt.runtime.backend import Backend
 from pkt.runtime.kept import Scope, entered, scratch
 from pkt.runtime.launch.streams import OneInFlight
@@ -125,7 +125,7 @@ class World:
         whole = parent.lineage[-1] if parent else None
         self._heap: SymmetricHeap = SymmetricHeap(backend, heap_bytes(heap), self, whole._heap if whole else None)
         self._scopes = [Scope(self._heap)]  # the world's own, then those that are open, innermost last
-        self.span: range = whole.span if whole else range(backend.base, backend.base + self._heap.capacity)
+        self.span: range = whole.span if whole else range(backend.base, backend.base + self._heap.end)
         """Addresses of this rank's window, of a team's that of the world of all ranks."""
         self._places = [rank // backend.node_size for rank in self.ranks]  # the ranks' nodes in the world of all ranks
         self._on_node: World | None = None
@@ -239,16 +239,19 @@ class World:
         if self._device is None:
             backend = self._backend
             team, table = backend.constants if isinstance(backend, TeamBackend) else (0, 0)
+            whole = self.lineage[-1]._backend
+            network = Network(whole.node_size, len(whole.arena)).constant if whole.arena else 0
             self._device = DeviceWorld(
                 rank=backend.rank,
                 size=tl.constexpr(backend.size),
                 stride=tl.constexpr(backend.stride),
                 multicast=tl.constexpr(backend.multicast),
                 status=self.lineage[-1]._heap.tensor(self._heap.status),
-                code=tl.constexpr(code_hash()),
+                code=tl.constexpr(code_hash(backend.library)),
                 team=tl.constexpr(team),
                 table=tl.constexpr(table),
                 node_size=tl.constexpr(backend.node_size if self.nodes > 1 else 0),
+                network=tl.constexpr(network),
             )
         return self._device
 
@@ -271,11 +274,11 @@ class World:
         self._heap.collective_point("team()")
         said = self._backend.exchange([members, nbytes], "team()")
         check_agreed({rank: (list(found), share) for rank, (found, share) in enumerate(said)})
-        offset = self._heap.share(nbytes, "team()")
+        offset, arena = self._heap.share(nbytes, "team()")
         self._made += 1
         if self.rank not in members:
             return None
-        made = World(TeamBackend(self._backend, members, offset, nbytes), nbytes, parent=self)
+        made = World(TeamBackend(self._backend, members, offset, nbytes, arena), nbytes, parent=self)
         self._teams.append(made)
         self._heap.shares.append(made.heap)
         return made

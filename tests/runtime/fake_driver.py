@@ -74,6 +74,7 @@ class FakeDriver:
         self.mapped: dict[int, int] = {}
         self.bound: dict[tuple[int, int], int] = {}
         self.added: list[int] = []
+        self.modules: dict[int, set[str]] = {}  # module -> its variables
         self.graphs: dict[int, list[Callable[[], object]]] = {}  # handle -> what it queues, in order
         self.recording: list[Callable[[], object]] | None = None
         self._next = 1000
@@ -94,6 +95,9 @@ class FakeDriver:
         return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
 
     # -- devices
+    def holds(self, module: int, name: str) -> bool:
+        return name in self.modules[module]
+
     def version(self) -> int:
         return 13010
 

@@ -138,21 +138,27 @@ def test_one_process_alone_makes_a_world(monkeypatch):
 
 @pytest.mark.parametrize("found", [None, "", "4", " 8 "])
 def test_pkt_node_size_that_makes_one_node_is_accepted(found):
-    bootstrap.check_nodes(0, 4, {} if found is None else {"PKT_NODE_SIZE": found})
+    assert bootstrap.node_size_of(0, 4, {} if found is None else {"PKT_NODE_SIZE": found}) == 4
+
+
+def test_pkt_node_size_that_makes_nodes_of_one_rank_is_accepted():
+    assert bootstrap.node_size_of(0, 4, {"PKT_NODE_SIZE": "1"}) == 1
+    assert bootstrap.node_size_of(0, 1, {"PKT_NODE_SIZE": "1"}) == 1
 
 
 @pytest.mark.parametrize("found", ["0", "-2", "two", "2.0"])
 def test_a_wrong_pkt_node_size_is_refused(found):
     wanted = rf"rank 3: pkt.init: PKT_NODE_SIZE: found '{found}', wanted an integer from 1"
     with pytest.raises(ShapeError, match=wanted):
-        bootstrap.check_nodes(3, 4, {"PKT_NODE_SIZE": found})
+        bootstrap.node_size_of(3, 4, {"PKT_NODE_SIZE": found})
 
 
-def test_several_nodes_are_refused_before_anything_is_made(monkeypatch):
+def test_several_nodes_of_several_ranks_are_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setenv("PKT_NODE_SIZE", "2")
     where = bootstrap.Place(0, 4, rendezvous.prepare())
     message = (
-        r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and on GPUs a world has one so far: make a"
+        r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and on GPUs a world has one node so far, or "
+        "nodes of one rank: make a world"
     )
     with pytest.raises(Unsupported, match=message):
         bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE)

@@ -23,13 +23,18 @@ _REMEDIES = {
     "Triton": "start every rank with one environment",
     "torch": "start every rank with one environment",
     "pkt's device code": "start every rank with one version of pkt",
+    "ranks of a node (PKT_NODE_SIZE)": "set it on every rank or on none",
+    "NVSHMEM": "start every rank with one environment",
 }
 
 
-def said(heap: int, timeout: float) -> dict[str, str]:
-    """What this rank tells the others. heap: bytes, timeout: seconds."""
+def said(heap: int, timeout: float, node_size: int, library: str) -> dict[str, str]:
+    """What this rank tells the others. heap: bytes, timeout: seconds. library: of the backend."""
     nccl = os.environ.get("PKT_NCCL", "").strip()
-    found = (f"{timeout:g} s", "0" if nccl == "0" else "not 0", triton.__version__, torch.__version__, str(code_hash()))
+    found = (
+        f"{timeout:g} s", "0" if nccl == "0" else "not 0", triton.__version__, torch.__version__, str(code_hash()),
+        str(node_size), library or "not used",
+    )  # fmt: skip
     return {_HEAP: f"{size_text(heap)} ({heap} bytes)", **dict(zip(_REMEDIES, found))}
 
 

@@ -71,6 +71,9 @@ class CudaBackend:
 
     gap = 0
     timed = None
+    arena, library = range(0), ""
+    capacity: int
+    _granularity: int
 
     def __init__(
         self,
@@ -82,51 +85,65 @@ class CudaBackend:
         hosts: Sequence[str],
         stride: int = STRIDE,
         want_multicast: bool = True,
+        node_size: int | None = None,
     ) -> None:
-        """Collective; `hosts` by rank. Raises Unsupported, with the matrix, where the GPUs cannot work together."""
+        """Collective; `hosts` by rank. node_size: None where every rank reaches every other one's memory. Raises
+        Unsupported, with the matrix, where the GPUs cannot work together."""
         self.driver, self.transport, self.device_index = driver, transport, device
         self.rank, self.size = transport.rank, transport.size
-        self.node_size = self.size  # every rank reaches every other one's memory, or there is no world
+        self.node_size = node_size or self.size
         self.torch_device = torch.device("cuda", device)
-        self.stride = stride
         self._undo = ExitStack()
         self._chunks: list[tuple[int, int]] = []  # offset and bytes of each chunk, in order
         self._check: Callable[[], None] = lambda: None  # of the watch, once there is one
         self._calling, self._call = threading.Lock(), ""  # held in a collective call, and its name
         self.copies = Engines(driver, device)
         self._votes = votes = Votes(transport, str(self.torch_device))
+        one_node = self.node_size == self.size
         with ExitStack() as undo:
             undo.callback(transport.close)
             spans = len(set(hosts)) > 1
-            mine = votes.attempt(lambda: topology.probe(driver, device, hosts[self.rank], spans))
-            probes = transport.exchange(mine | {"alike": alike.said(capacity, transport.timeout)}, "topology")
+            mine = votes.attempt(lambda: topology.probe(driver, device, hosts[self.rank], spans and one_node))
+            said = alike.said(capacity, transport.timeout, self.node_size, self.library)
+            probes = transport.exchange(mine | {"alike": said}, "topology")
             alike.check([p["alike"] for p in probes])
             votes.check(probes, "topology")
             found = topology.assemble([p["value"] for p in probes])
-            found.check()
+            found.check(one_node)
             driver.fabric = spans
             self.num_sms, self.gpu = min(gpu.num_sms for gpu in found.gpus), found.gpus[0].name
-            granularity = votes.on_all(lambda: driver.granularity(device), "memory granularity")
-            self.capacity = min(-(-capacity // granularity) * granularity, stride)
-            span = (self.size + 1) * stride
-
-            def reserve() -> int:
-                address = driver.reserve(span, granularity)
-                undo.callback(driver.free, address, span)
-                return address
-
-            self._windows = votes.on_all(reserve, "reserving addresses")
-            self.base = self._windows + self.rank * stride
+            self._place_windows(capacity, stride, spans, undo)
             # Across hosts there is no memory that all processes map: the ranks compare heap calls one by one.
             self.journal = transport.journal = None if spans else self._make_journal(undo)
             self._multicast = multicast.create(
-                votes, driver, device, granularity, self.capacity, want_multicast, found.multicast, undo
+                votes, driver, device, self._granularity, self.capacity, want_multicast, found.multicast, undo
             )
-            self._granularity = granularity
             if self._multicast is not None:
                 self._granularity, self.capacity = self._multicast.granularity, self._multicast.capacity
             self.multicast = self._multicast is not None
             self._undo = undo.pop_all()
+
+    def _place_windows(self, capacity: int, stride: int, spans: bool, undo: ExitStack) -> None:
+        """Collective: find addresses for the windows, of `capacity` bytes. spans: the ranks are on several hosts."""
+        driver = self.driver
+        granularity = self._votes.on_all(lambda: driver.granularity(self.device_index), "memory granularity")
+        span = (self.size + 1) * stride
+
+        def reserve() -> int:
+            address = driver.reserve(span, granularity)
+            undo.callback(driver.free, address, span)
+            return address
+
+        self._windows = self._votes.on_all(reserve, "reserving addresses")
+        self.stride, self.base = stride, self._windows + self.rank * stride
+        self.capacity = min(-(-capacity // granularity) * granularity, stride)
+        self._granularity = granularity
+
+    @property
+    def near(self) -> range:
+        """The ranks of this rank's node."""
+        first = self.rank // self.node_size * self.node_size
+        return range(first, first + self.node_size)
 
     @property
     def timeout(self) -> float:

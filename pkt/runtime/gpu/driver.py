@@ -19,6 +19,7 @@ from pkt.errors import DriverError
 from pkt.runtime.gpu import nvml
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 Shared = int | bytes  # a file descriptor, or a fabric handle
 _sides: dict[int, tuple[int, int, torch.Tensor]] = {}  # device -> what `write_words` writes with
 _writing = threading.Lock()
@@ -66,6 +67,13 @@ class CudaDriver:
         return result[0] if len(result) == 1 else tuple(result)
 
     # -- queries
+    def holds(self, module: int, name: str) -> bool:
+        """Whether a loaded module has a variable of that name."""
+        code, *_ = self._cuda.cuModuleGetGlobal(module, name.encode())
+        if int(code) not in (0, NOT_FOUND):
+            raise DriverError.failed(self.rank, "cuModuleGetGlobal", int(code), str(code))
+        return int(code) == 0
+
     def version(self) -> int:
         """The newest CUDA that the driver knows: 13010 is 13.1."""
         return int(self._call("cuDriverGetVersion"))

@@ -24,7 +24,8 @@ OFF_SWITCHES = {
 }
 ACROSS = (
     "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host; "
-    "otherwise make a world a host, pkt.init(group=): pkt.init makes no world of several nodes yet"
+    "otherwise make a world a host, pkt.init(group=), or nodes of one rank, PKT_NODE_SIZE=1, which have never run over "
+    "a network"
 )
 
 
@@ -97,14 +98,15 @@ class Topology:
         fabric = ("host", "fabric handles", "NVLink domain") if self.spans else ()
         return table(("", "GPU", "model", *fabric, *(f"-> {r}" for r in range(len(self.gpus)))), rows)
 
-    def check(self) -> None:
-        """Raise Unsupported, with the matrix, if the GPUs cannot work together."""
-        problem = self._problem()
+    def check(self, one_node: bool = True) -> None:
+        """Raise Unsupported, with the matrix, if the GPUs cannot work together. one_node: each reaches the memory of
+        all. Otherwise those of one host do: over what else NVSHMEM reaches them was never tried."""
+        problem = self._problem(one_node)
         if problem:
             found, remedy = problem
             raise Unsupported.here("pkt.init", found, f"{remedy}\n{self.matrix()}")
 
-    def _problem(self) -> tuple[str, str] | None:
+    def _problem(self, one_node: bool) -> tuple[str, str] | None:
         owner: dict[str, int] = {}
         first = self.gpus[0]
         for rank, gpu in enumerate(self.gpus):
@@ -134,7 +136,7 @@ class Topology:
                     return f"{pair}: no peer access", "ranks need GPUs joined by NVLink, or PCIe with P2P enabled"
                 if a != b and link.atomics is False:
                     return f"{pair}: no native atomics", "signals need NVLink between the ranks' GPUs"
-        return self._apart() if self.spans else None
+        return self._apart() if self.spans and one_node else None
 
     def _apart(self) -> tuple[str, str] | None:
         """Why ranks on several hosts cannot reach each other's memory, and a remedy; None if they can."""

@@ -72,7 +72,8 @@ def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
 
 
 class Watch:
-    """This rank's deadline, status page and watchdog. CudaBackend calls `check()` after every synchronisation."""
+    """This rank's deadline, status page and watchdog. CudaBackend calls `check()` after every synchronisation. Waits of
+    other nodes have deadlines and records of their own."""
 
     def __init__(self, backend: CudaBackend, heap: SymmetricHeap, timeout: float) -> None:
         self.backend, self.heap, self.timeout = backend, heap, timeout
@@ -90,7 +91,7 @@ class Watch:
         words = self._page(backend.rank)
         if not self.lost and not words[page.STATUS_ABORT] and not words[page.STATUS_RECORDS]:
             return
-        found = [r for rank in range(backend.size) for r in records(self._page(rank))]
+        found = [r for rank in backend.near for r in records(self._page(rank))]
         expired = [r for r in found if not r["cmp"] & page.CMP_ABORTED]
         waits = [waiting(record, self.heap) for record in expired or found]
         lost = backend.transport.causes(all_words=False) or self.lost

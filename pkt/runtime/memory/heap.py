@@ -3,6 +3,8 @@
 An allocation is a collective call that waits for nobody: the ranks' ledgers agree by construction, and `agreement`
 decides when that is checked. A freed block is reused only after the next collective point (a barrier), because a peer's
 kernel may read it until then. An allocation that finds no room makes such a point itself.
+
+Where the backend has an arena, counters lie there, and data behind the lanes of the whole arena.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from pkt.runtime.memory.ledger import Ledger
 
 DEFAULT_HEAP = "1GiB"
 FIRST_BYTES = 1 << 30  # physical memory taken at once; beyond it the heap grows by doubling
+SHARE = 4096  # bytes: a team's part of the arena is a multiple of it
+LANES = 2  # bytes of the network's lane for each byte of a counter, see pkt.language.ptx.far.lane
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE)
 
@@ -60,20 +64,26 @@ class SymmetricHeap:
         """Collective. capacity: bytes. owner: the World that this is the heap of. whole: of a team, the heap of all
         ranks, which has the status page."""
         self.backend, self.owner = backend, owner
-        self.capacity = min(capacity, backend.capacity)
+        arena = backend.arena
+        first = (1 + LANES) * len(arena) if whole is None else 0  # a team's share of the arena lies before its heap
+        self.capacity = min(capacity, backend.capacity - first)
+        self.end = first + self.capacity
+        """Offset behind the last byte."""
         self.closed = False
-        self.ledger = Ledger(self.capacity, backend.gap)
+        self.ledger = Ledger(self.capacity, backend.gap, first)
+        self._counters = Ledger(len(arena), backend.gap, arena.start) if arena else self.ledger
+        self._whole = whole or self
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
         self.allocations = 0  # made so far
         self.shares: list[SymmetricHeap] = []  # of teams, inside this heap
         self._freed: list[int] = []  # offsets that may be used again after the next collective point
-        self._reserved = min(self.capacity, FIRST_BYTES)
+        self._reserved = min(self.end, FIRST_BYTES)
         backend.reserve(self._reserved)
         if whole is not None:
             self.status: Allocation = whole.status
             return
-        offset = self.ledger.allocate(STATUS_BYTES)
+        offset = self._counters.allocate(STATUS_BYTES)
         block = Block(offset or 0, STATUS_BYTES, (STATUS_BYTES // 4,), torch.int32, "status", "status", "")
         self.status = Allocation(self, block, 0)
         self.tensor(self.status).zero_()
@@ -102,18 +112,19 @@ class SymmetricHeap:
         self.allocations = number
         payload = math.prod(shape) * dtype.itemsize
         nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
-        offset = self.ledger.allocate(nbytes)
+        ledger = self._counters if kind == "signals" else self.ledger
+        offset = ledger.allocate(nbytes)
         if offset is None and self._freed:
             self.collective_point("reclaiming the heap")
-            offset = self.ledger.allocate(nbytes)
+            offset = ledger.allocate(nbytes)
         if offset is None:
-            raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
+            raise self._full(ledger, nbytes, name)
         block = Block(offset, nbytes, shape, dtype, name, kind, site, unwaited)
         if offset + nbytes > self._reserved:
             try:
                 self._reserve(offset + nbytes)
             except PktError:  # the same on every rank: all give the block back
-                self.ledger.free(offset)
+                ledger.free(offset)
                 raise
         allocation = self.live[offset] = Allocation(self, block, number)
         self.backend.allocated(block)
@@ -122,21 +133,30 @@ class SymmetricHeap:
             words.fill_(GUARD_WORD)
             words[:2] = 0  # the epoch word
             words[SIGNAL_HEADER // 4 : (nbytes - SIGNAL_GUARD) // 4] = 0
+            if self.backend.arena:
+                self._lanes(block).zero_()
         return allocation
 
-    def share(self, nbytes: int, name: str) -> int:
-        """Collective, after a collective point. The offset of `nbytes` for a team, for as long as this heap lasts.
-        Raises HeapFull on every rank."""
-        offset = self.ledger.allocate(nbytes)
+    def share(self, nbytes: int, name: str) -> tuple[int, range]:
+        """Collective, after a collective point. The offset of `nbytes` for a team, and those of as large a part of the
+        arena, for as long as this heap lasts. Raises HeapFull on every rank."""
+        offset, arena = self.ledger.allocate(nbytes), range(0)
         if offset is None:
-            raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
+            raise self._full(self.ledger, nbytes, name)
+        if self.backend.arena:
+            part = -(-len(self.backend.arena) * nbytes // (self.capacity * SHARE)) * SHARE
+            start = self._counters.allocate(part)
+            if start is None:
+                self.ledger.free(offset)
+                raise self._full(self._counters, part, name)
+            arena = range(start, start + part)
         if offset + nbytes > self._reserved:
             try:
                 self._reserve(offset + nbytes)
             except PktError:  # as in `allocate`
                 self.ledger.free(offset)
                 raise
-        return offset
+        return offset, arena
 
     def free(self, allocation: Allocation, site: str) -> None:
         """Collective. Give `allocation` back; any later use of it raises. Raises SignalIndexError, after the block is
@@ -159,7 +179,7 @@ class SymmetricHeap:
         self.backend.synchronize()
         self.backend.barrier(what)
         for offset in self._freed:
-            self.ledger.free(offset)
+            (self._counters if offset in self._counters.live else self.ledger).free(offset)
         self._freed.clear()
 
     def close(self) -> None:
@@ -192,7 +212,7 @@ class SymmetricHeap:
     def find(self, address: int) -> Allocation | None:
         """The live allocation of this rank that holds `address`, a team's too."""
         offset = address - self.backend.base
-        if not 0 <= offset < self.capacity:
+        if not (0 <= offset < self.end or offset in self.backend.arena):
             return None
         inside = (share.find(address) for share in self.shares)
         if (found := next((a for a in inside if a is not None), None)) is not None:
@@ -220,9 +240,20 @@ class SymmetricHeap:
         index = (word - first) * 4 // block.dtype.itemsize
         return SignalIndexError.guard(self.backend.rank, call, block.name, index, count, int(words[word]))
 
+    def _lanes(self, block: Block) -> torch.Tensor:
+        """uint8 view of the network's lanes of a block of signals in this rank's window."""
+        whole = self._whole.backend
+        offset = self.backend.base - whole.base + block.offset
+        return whole.view(whole.rank, len(whole.arena) + LANES * offset, LANES * block.nbytes)
+
+    def _full(self, ledger: Ledger, nbytes: int, name: str) -> HeapFull:
+        if ledger is not self.ledger:
+            name = f"{name}, which lies among the counters"
+        return HeapFull.wanted(nbytes, ledger.free_bytes, ledger.largest, name, self.backend.rank)
+
     def _reserve(self, nbytes: int) -> None:
         """Put physical memory behind [0, nbytes), or twice what there is if that is more. Nothing moves."""
-        wanted = min(self.capacity, max(nbytes, 2 * self._reserved))
+        wanted = min(self.end, max(nbytes, 2 * self._reserved))
         self.agreement.settle()
         self.backend.reserve(wanted)
         self._reserved = wanted

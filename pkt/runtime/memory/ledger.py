@@ -23,16 +23,17 @@ class _Chunk:
 
 
 class Ledger:
-    """An allocator over [0, capacity) in units of ALIGNMENT bytes, with at least `gap` bytes between two blocks."""
+    """An allocator over `capacity` bytes from `start` on, which is a multiple of ALIGNMENT, as are all its offsets. At
+    least `gap` bytes lie between two blocks."""
 
-    def __init__(self, capacity: int, gap: int = 0) -> None:
+    def __init__(self, capacity: int, gap: int = 0, start: int = 0) -> None:
         self.capacity, self.gap = capacity // ALIGNMENT * ALIGNMENT, gap
         self.free_bytes = self.capacity
         self.live: dict[int, int] = {}  # offset -> bytes taken
         self._chunks: list[_Chunk] = []
         self._starts: list[int] = []  # first hole of each chunk, for bisection
         if self.capacity:
-            self._insert(0, self.capacity)
+            self._insert(start, self.capacity)
 
     @property
     def largest(self) -> int:

@@ -97,7 +97,7 @@ def lanes(world, counters):
     start = world.lineage[-1].backend.base
     first = counters.data_ptr() - start
     itemsize, count = counters.element_size(), counters.numel()
-    assert SIGNAL_HEADER <= first and first + count * itemsize <= ARENA, "a counter lies outside the arena"
+    assert SIGNAL_HEADER <= first <= ARENA - count * itemsize, "a counter lies outside the arena"
     view = world.lineage[-1].backend.view
     every = view(world.lineage[-1].rank, ARENA + 2 * first, 2 * count * itemsize).view(torch.int64)
     return every[:: itemsize // 4]

@@ -9,8 +9,10 @@ import torch
 from triton import knobs
 
 import pkt
+from benchmarks import far
 from pkt.errors import Closed, DriverError, HeapFull, PeerLost, PktError, Unsupported
 from pkt.language import world as page
+from pkt.language.inspect import compile_only
 from pkt.language.ptx import nvshmem as tried
 from pkt.runtime.backend import SIGNAL_HEADER
 from pkt.runtime.bootstrap import Place, open_world
@@ -18,6 +20,7 @@ from pkt.runtime.gpu import nvshmem, symmetric
 from pkt.runtime.gpu.nodes import COUNTERS, FAR, UNIT
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from pkt.runtime.processes.rendezvous import prepare
+from tests import device_library
 
 from . import fake_nvshmem, forked
 from .fake_driver import FakeDriver, FakeGpu
@@ -410,6 +413,29 @@ def test_modules_that_hold_the_state_are_given_it_once_a_load():
         return me.library.given
 
     assert values(on_ranks(2, main, worlds=2)) == [[7], [7]]
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_kernels_compile_for_the_world(arch, monkeypatch, tmp_path):
+    """What `world.device` gives is what kernels with far calls and counters need: PTX by rank."""
+    device_library.install(monkeypatch, tmp_path)
+
+    def main(me):
+        with me.open(2) as world:
+            x, ready, done = pkt.empty(12, dtype=torch.int32), pkt.signals(4), pkt.signals(4, dtype=torch.int32)
+            wrong, texts = torch.zeros(1, dtype=torch.int32), []
+            for how in far.WAYS:
+                args = (x, x, ready, done, wrong, 3, 0, 2, world.device, how)
+                texts.append(compile_only(far.exchange_kernel, *args, arch=arch).asm["ptx"])
+            return texts
+
+    for put_signal, fence, quiet in values(on_ranks(2, main)):
+        assert "// nvshmemx_putmem_signal_nbi_block" in put_signal
+        assert "// nvshmem_fence" in fence
+        assert "// nvshmem_quiet" in quiet
+        for text in (put_signal, fence, quiet):
+            assert f"add.s64 lane, lane, {ARENA};" in text
+            assert "// nvshmemx_signal_op" in text
 
 
 def test_the_deadline_is_on_the_page_and_an_expired_wait_is_this_nodes():

@@ -5,9 +5,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.far --check      check only
     python -m benchmarks.far --simulate                        the same kernels and checks in the simulator
 
-pkt.init makes no world of several nodes yet, so this program makes the kernels' argument by hand, over memory of
-NVSHMEM's: a node of one rank needs no window of another. Nothing here accesses a peer's memory but NVSHMEM's own
-functions. A wait ends after 20 s. **It has run in the simulator only.**
+Nothing here accesses a peer's memory but NVSHMEM's own functions. A wait ends after 20 s. **It has run in the simulator
+only.**
 """
 
 from __future__ import annotations
@@ -27,18 +26,16 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.language.inspect import ARENA
-from pkt.language.world import STATUS_BYTES, STATUS_DEADLINE, DeviceWorld, Network, code_hash, team_constants
 from pkt.progress import steps
 
 PROGRAMS, ELEMENTS = 4, 3000  # of a check; elements of a put, which are no multiple of 16 bytes a thread
-BIG, SECONDS = 64 << 20, 20
+BIG, HEAP, SECONDS = 64 << 20, "256MiB", 20
 BLOCK = tl.constexpr(1024)
 WAYS = ("put_signal", "fence", "quiet")
 
 
 class Ground(NamedTuple):
-    """What a check needs: of a simulated world, or made by hand."""
+    """What a check needs of a world."""
 
     rank: int
     worlds: tuple[Any, Any, Any]  # the kernels' argument: of all ranks, of this node, of the rail
@@ -46,6 +43,19 @@ class Ground(NamedTuple):
     signals: Callable[[int, torch.dtype], Any]
     device: torch.device
     meet: Callable[[], None]  # return when both ranks' kernels are done
+
+
+def ground(world: pkt.World) -> Ground:
+    """Of a world of nodes of one rank."""
+    empty = functools.partial(pkt.empty, dtype=torch.int32, name="data", world=world)
+    return Ground(
+        world.rank,
+        (world.device, world.on_node.device, world.rail.device),
+        empty,
+        lambda count, dtype: pkt.signals(count, dtype=dtype, name="counters", world=world),
+        world.torch_device,
+        world.barrier,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -129,215 +139,96 @@ def send_kernel(dst, src, n, world):
 
 
 # --------------------------------------------------------------------------------------------------------------- check
-def check(ground: Ground, turns: int, n: int = ELEMENTS, programs: int = PROGRAMS, grids: bool = True) -> list[str]:
+def check(on: Ground, turns: int, n: int = ELEMENTS, programs: int = PROGRAMS, grids: bool = True) -> list[str]:
     """Raise AssertionError unless every call does what it promises; returns what was checked. grids: launch
     cooperatively, as GPUs need where programs wait."""
-    world, options = ground.worlds[0], {"launch_cooperative_grid": True} if grids else {}
-    dst, src = ground.empty(programs * n), ground.empty(programs * n)
-    wrong = torch.zeros(1, dtype=torch.int32, device=ground.device)
+    world, options = on.worlds[0], {"launch_cooperative_grid": True} if grids else {}
+    dst, src = on.empty(programs * n), on.empty(programs * n)
+    wrong = torch.zeros(1, dtype=torch.int32, device=on.device)
     passed = []
 
     def verify(what: str) -> None:
         found = int(wrong.item())
-        assert found == 0, f"rank {ground.rank}: {what}: {found} elements differ from what was sent"
+        assert found == 0, f"rank {on.rank}: {what}: {found} elements differ from what was sent"
         passed.append(what)
 
     for dtype in (torch.int32, torch.int64):
-        ready, done = ground.signals(programs, dtype), ground.signals(programs, dtype)
-        ground.meet()
+        ready, done = on.signals(programs, dtype), on.signals(programs, dtype)
+        on.meet()
         for before, how in enumerate(WAYS):
             for count in (0, turns):  # no turn: compile, which may take one rank longer than a wait of the other lasts
                 args = dst, src, ready, done, wrong, n, before * turns, count, world, how
                 exchange_kernel[(programs,)](*args, **options)
-                ground.meet()
+                on.meet()
             verify(f"{how} with counters of {dtype.itemsize * 8} bits")
-    bar = ground.signals(programs, torch.int32)
-    ground.meet()
+    bar = on.signals(programs, torch.int32)
+    on.meet()
     for count in (0, turns):
         barrier_kernel[(programs,)](dst, src, bar, wrong, count, world, **options)
-        ground.meet()
+        on.meet()
     verify("barrier")
-    _check_all_gather(ground, turns, n, programs, options)
+    _check_all_gather(on, turns, n, programs, options)
     passed.append("all_gather over nodes")
     return passed
 
 
-def _check_all_gather(ground: Ground, turns: int, n: int, programs: int, options: dict[str, Any]) -> None:
+def _check_all_gather(on: Ground, turns: int, n: int, programs: int, options: dict[str, Any]) -> None:
     """examples/all_gather_nodes.py, whose kernel takes three worlds."""
     from examples.all_gather_nodes import all_gather_kernel
 
-    out, x = ground.empty(2 * n), torch.empty(n, dtype=torch.int32, device=ground.device)
-    far, near, bar = (ground.signals(count * programs, torch.int32) for count in (2, 1, 1))
-    args = x, out, far, near, bar, n, *ground.worlds, 1024
+    out, x = on.empty(2 * n), torch.empty(n, dtype=torch.int32, device=on.device)
+    far, near, bar = (on.signals(count * programs, torch.int32) for count in (2, 1, 1))
+    args = x, out, far, near, bar, n, *on.worlds, 1024
     if options:
         all_gather_kernel.warmup(*args, grid=(programs,), **options)  # compiled on both ranks before one waits
     for turn in range(turns):
-        x.copy_(torch.arange(n, dtype=torch.int32) * (ground.rank + 1) + turn)
-        ground.meet()
+        x.copy_(torch.arange(n, dtype=torch.int32) * (on.rank + 1) + turn)
+        on.meet()
         all_gather_kernel[(programs,)](*args, **options)
-        ground.meet()
+        on.meet()
         for rank in range(2):
             wanted = torch.arange(n, dtype=torch.int32) * (rank + 1) + turn
             found = torch.as_tensor(out[rank * n : (rank + 1) * n]).cpu()
-            assert torch.equal(found, wanted), f"rank {ground.rank}: all_gather, launch {turn}: rank {rank}'s part"
+            assert torch.equal(found, wanted), f"rank {on.rank}: all_gather, launch {turn}: rank {rank}'s part"
 
 
 def simulated(world: pkt.World, turns: int = 2, n: int = 40, programs: int = 2) -> list[str]:
     """`check` on a simulated rank."""
-    empty = functools.partial(pkt.empty, dtype=torch.int32)
-    ground = Ground(
-        world.rank,
-        (world.device, world.on_node.device, world.rail.device),
-        lambda count: empty(count, name="data"),
-        lambda count, dtype: pkt.signals(count, dtype=dtype, name="counters"),
-        world.torch_device,
-        world.barrier,
-    )
-    return check(ground, turns, n, programs, grids=False)
+    return check(ground(world), turns, n, programs, grids=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- on GPUs
-class _At:
-    """Memory as torch.as_tensor takes it."""
-
-    def __init__(self, address: int, count: int, dtype: torch.dtype) -> None:
-        typestr = f"<i{dtype.itemsize}"
-        self.__cuda_array_interface__ = {"shape": (count,), "typestr": typestr, "data": (address, False), "version": 3}
-
-
-class Node:
-    """This rank and its GPU as a node, over memory of NVSHMEM's."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast objects
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size != 2:
-            raise pkt.errors.Unsupported.here("benchmarks.far", f"found {self.size} ranks", "give torchrun 2")
-        self._open()
-        self._used = {"arena": STATUS_BYTES, "data": 3 * ARENA}
-        self._base = int(self._lib.malloc(3 * ARENA + 4 * BIG))
-        assert self._base, "nvshmem_malloc gave no memory"
-        self.tensor(self._base, (3 * ARENA + 4 * BIG) // 4).zero_()
-        nanoseconds = int(SECONDS * 1e9)
-        self.status = self.tensor(self._base, STATUS_BYTES // 4)
-        self.status[STATUS_DEADLINE : STATUS_DEADLINE + 2].view(torch.int64).fill_(nanoseconds)
-        triton.knobs.runtime.kernel_load_end_hook.add(self._loaded)
-        self.meet()
-
-    def _open(self) -> None:
-        """Start NVSHMEM by a unique id over torch.distributed."""
-        import numpy as np
-        import torch.distributed as dist
-
-        from pkt.language.ptx import nvshmem
-
-        nvshmem.checked("benchmarks.far")
-        import nvshmem.bindings as lib  # type: ignore[no-redef]
-        import nvshmem.core as core
-        from cuda.core import Device
-
-        self._lib = lib
-        device = Device(torch.cuda.current_device())
-        device.set_current()
-        uid = core.get_unique_id(empty=self.rank != 0)
-        box = [bytes(uid._data.tobytes()) if self.rank == 0 else b""]
-        dist.broadcast_object_list(box, src=0)
-        uid._data.view(np.int8).reshape(-1)[:] = np.frombuffer(box[0], dtype=np.int8)
-        core.init(device=device, uid=uid, rank=self.rank, nranks=self.size, initializer_method="uid")
-
-    def _loaded(self, module: int, function: int, name: str, metadata_group: Any, hash: str) -> None:
-        """Give NVSHMEM's state to a module that Triton has loaded, if the module has room for it."""
-        from cuda.bindings import driver
-
-        (code, *_) = driver.cuModuleGetGlobal(module, b"nvshmemi_device_state_d")
-        if code == driver.CUresult.CUDA_SUCCESS:
-            self._lib.cumodule_init(int(module))
-
-    def tensor(self, address: int, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.as_tensor(_At(address, count, dtype), device="cuda")
-
-    def _take(self, kind: str, count: int, dtype: torch.dtype, before: int, end: int) -> torch.Tensor:
-        start = self._used[kind] + before
-        self._used[kind] = -(-(start + count * dtype.itemsize) // 256) * 256
-        assert self._used[kind] <= end, f"{kind} is full"
-        return self.tensor(self._base + start, count, dtype)
-
-    def empty(self, count: int) -> torch.Tensor:
-        return self._take("data", count, torch.int32, 0, 3 * ARENA + 4 * BIG)
-
-    def signals(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._take("arena", count, dtype, 64, ARENA)  # behind an epoch word
-
-    def meet(self) -> None:
-        """Both ranks' kernels are done. Raises AssertionError if a wait has expired."""
-        import torch.distributed as dist
-
-        from pkt.runtime.gpu.watch import records
-
-        torch.cuda.synchronize()
-        expired = records(self.status.tolist())
-        assert not expired, f"rank {self.rank}: a wait took more than {SECONDS} s: {expired}"
-        dist.barrier()
-
-    def ground(self) -> Ground:
-        world = DeviceWorld(
-            rank=self.rank,
-            size=tl.constexpr(2),
-            stride=tl.constexpr(1 << 38),
-            multicast=tl.constexpr(False),
-            status=self.status,
-            code=tl.constexpr(_code()),
-            node_size=tl.constexpr(1),
-            network=tl.constexpr(Network(1, ARENA).constant),
-            shift=0,
-        )
-        team = tl.constexpr(team_constants([self.rank], 2)[0])
-        node = world._replace(rank=0, size=tl.constexpr(1), team=team, node_size=tl.constexpr(0))
-        worlds = (world, node, world)
-        return Ground(self.rank, worlds, self.empty, self.signals, torch.device("cuda"), self.meet)
-
-
-def _code() -> int:
-    from pkt.language.ptx import nvshmem
-
-    return code_hash(nvshmem.identity())
-
-
-def timed(node: Node, run: Callable[[], Any], repeats: int) -> list[float]:
+def timed(on: Ground, run: Callable[[], Any], repeats: int) -> list[float]:
     """Seconds of `run()` on this GPU, in each repeat."""
     found = []
     for _ in range(repeats):
-        node.meet()
+        on.meet()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
-        node.meet()
+        on.meet()
         found.append(begin.elapsed_time(end) / 1e3)
     return found
 
 
-def measure(node: Node, turns: int = 1000) -> dict[str, str]:
+def measure(on: Ground, turns: int = 1000) -> dict[str, str]:
     """One-way time of put_signal, and GB/s of 64 MB from some numbers of programs."""
-    world = node.ground().worlds[0]
-    dst, src, ready = node.empty(BIG // 4), node.empty(BIG // 4), node.signals(1, torch.int32)
+    world = on.worlds[0]
+    dst, src, ready = on.empty(BIG // 4), on.empty(BIG // 4), on.signals(1, torch.int32)
     launches = iter(range(1 << 20))
     ping = lambda: ping_kernel[(1,)](dst, src, ready, next(launches) * turns, turns, world)  # noqa: E731
     ping_kernel[(1,)](dst, src, ready, 0, 0, world)  # compiled on both ranks before one waits
-    node.meet()
-    taken = timed(node, ping, 6)[1:]  # the first compiles
+    on.meet()
+    taken = timed(on, ping, 6)[1:]  # the first compiles
     found = {"put_signal of 8 bytes, one way": f"{min(taken) / (2 * turns) * 1e6:.2f} us (at most 2.5 wanted)"}
     for programs in steps((1, 8, 16, 64), "64 MB from programs"):
 
         def send(programs: int = programs) -> None:
-            if node.rank == 0:
+            if on.rank == 0:
                 send_kernel[(programs,)](dst, src, BIG // 4, world, num_warps=16)
 
-        rate = BIG / statistics.median(timed(node, send, 8)[1:]) / 1e9
+        rate = BIG / statistics.median(timed(on, send, 8)[1:]) / 1e9
         wanted = " (260 wanted)" if programs == 16 else ""
         found[f"64 MB from {programs} program{'s'[: programs > 1]}"] = f"{rate:.0f} GB/s{wanted}"
     return found
@@ -354,16 +245,18 @@ def main() -> int:
 
         print("\n".join(pkt.launch(importable, ranks=2, node_size=1, device="cpu")[0]))
         return 0
-    node = Node()
-    begun = time.perf_counter()
-    passed = check(node.ground(), given.turns)
-    if node.rank == 0:
-        print("\n".join(f"right: {what}" for what in passed), f"{time.perf_counter() - begun:.0f} s", sep="\n")
-    rows = {} if given.check else measure(node)
-    if node.rank == 0:
-        print("\n".join(f"{what}: {found}" for what, found in rows.items()), flush=True)
-    node.meet()
-    os._exit(0)  # NVSHMEM's threads still run, and how it ends beside torch was never tried
+    os.environ["PKT_NODE_SIZE"] = "1"
+    with pkt.init(HEAP, timeout=SECONDS) as world:
+        if world.size != 2:
+            raise pkt.Unsupported.here("benchmarks.far", f"found {world.size} ranks", "give torchrun 2")
+        begun, on = time.perf_counter(), ground(world)
+        passed = check(on, given.turns)
+        if world.rank == 0:
+            print("\n".join(f"right: {what}" for what in passed), f"{time.perf_counter() - begun:.0f} s", sep="\n")
+        rows = {} if given.check else measure(on)
+        if world.rank == 0:
+            print("\n".join(f"{what}: {found}" for what, found in rows.items()), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

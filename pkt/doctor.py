@@ -338,7 +338,7 @@ def show(report: Report, console: Console) -> None:
 
 def _show_fabric(fabric: Fabric, console: Console) -> None:
     """What the host has for several nodes, and that pkt does not use it yet."""
-    simulated = "pkt does not use a network yet: worlds of several nodes run in the simulator only (docs/scale-out.md)."
+    simulated = "Worlds of several nodes (PKT_NODE_SIZE=1) have never run over a network (docs/scale-out.md)."
     if fabric.bare:
         console.print(Text("Several nodes: no network card, NVSHMEM, IBGDA or GDRCopy here."))
     else:

@@ -20,7 +20,6 @@ from pkt.language.ptx import nvshmem
 
 NVIDIA, DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and how the class of one that draws or computes begins
 SWITCH, BRIDGE, HOST = "behind one PCI switch", "below one host bridge", "on the same host"
-PYTHON = ("nvshmem4py-cu13", "nvshmem4py-cu12")
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,12 @@ def examine(root: Path = Path("/")) -> Fabric:
     """What the host has. root: where sys, proc and dev are."""
     nics, gpus = _nics(root), _gpus(root)
     rows, lacks = [], []
-    found = {name: _installed(names) for name, names in (("NVSHMEM", nvshmem.PACKAGES), ("nvshmem4py", PYTHON))}
-    for name, version in found.items():
-        rows.append((name, version or "not installed"))
-        if not version:
-            lacks.append(f"{name}: {nvshmem.INSTALL}")
-    if found["NVSHMEM"] and (why := nvshmem.refusal(found["NVSHMEM"].split()[1])):
-        package = found["NVSHMEM"].split()[0]
+    found = _installed(nvshmem.PACKAGES)
+    rows.append(("NVSHMEM", found or "not installed"))
+    if not found:
+        lacks.append(f"NVSHMEM: {nvshmem.INSTALL}")
+    elif why := nvshmem.refusal(found.split()[1]):
+        package = found.split()[0]
         lacks.append(
             f"NVSHMEM of a version that was tried, not one {why}: pip install '{package}=={nvshmem.TRIED[-1]}'"
         )
@@ -73,7 +71,7 @@ def examine(root: Path = Path("/")) -> Fabric:
         cards = ", ".join(f"{local} {nic.name}" for local, nic in enumerate(rails))
         rows.append(("rails: local rank and card", f"{cards}\nwanted: the same on every host"))
     lacks += wrong
-    bare = not (nics or gdrcopy or peer_memory or any(found.values()) or not remedy)
+    bare = not (nics or gdrcopy or peer_memory or found) and bool(remedy)
     return Fabric(tuple(rows), tuple(lacks), bare)
 
 

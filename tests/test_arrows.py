@@ -68,6 +68,7 @@ ARROWS = {
             "pkt.errors",
             "pkt.wording",
             "pkt.language.world",
+            "pkt.language.ptx.nvshmem",
             "pkt.runtime.backend",
             "pkt.runtime.memory.heap",
             "pkt.runtime.processes",

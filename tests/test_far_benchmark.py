@@ -1,4 +1,4 @@
-"""benchmarks.far without a GPU: its check in the simulator, and its kernels, compiled with a world made by hand."""
+"""benchmarks.far without a GPU: its check in the simulator, and its kernels, compiled."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from triton.language import constexpr
 
 import pkt
 from benchmarks import far
 from examples.all_gather_nodes import all_gather_kernel
 from pkt.errors import RankFailed
-from pkt.language.inspect import Pointer, compile_only
+from pkt.language.inspect import compile_only, device_world
+from pkt.language.world import team_constants
 from tests import device_library
 
 
@@ -39,9 +40,9 @@ def test_the_check_finds_wrong_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_its_kernels_compile(rank: int, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device_library.install(monkeypatch, tmp_path)
-    node = far.Node.__new__(far.Node)
-    node.rank, node.status, node.meet = rank, Pointer("int32"), lambda: None
-    world, alone, rail = node.ground().worlds
+    world = device_world(rank, 2, node_size=1)._replace(shift=constexpr(0))  # as on GPUs
+    team = constexpr(team_constants([rank], 2)[0])
+    alone = world._replace(rank=0, size=constexpr(1), team=team, node_size=constexpr(0))
     for dtype in ("*i32", "*i64"):
         for how in far.WAYS:
             args = ("*i32", "*i32", dtype, dtype, "*i32", far.ELEMENTS, 4000, 2000, world, how)
@@ -52,20 +53,5 @@ def test_its_kernels_compile(rank: int, arch: int, monkeypatch: pytest.MonkeyPat
     compile_only(far.barrier_kernel, "*i32", "*i32", "*i32", "*i32", 2000, world, arch=arch)
     compile_only(far.ping_kernel, "*i32", "*i32", "*i32", 1000, 1000, world, arch=arch)
     compile_only(far.send_kernel, "*i32", "*i32", far.BIG // 4, world, arch=arch, num_warps=16)
-    worlds = (world, alone, rail)
+    worlds = (world, alone, world)
     compile_only(all_gather_kernel, *["*i32"] * 5, far.ELEMENTS, *worlds, 1024, arch=arch)
-
-
-def test_memory_by_hand_holds_counters_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each behind 64 bytes for its epoch word, and data behind the lanes."""
-    node = far.Node.__new__(far.Node)
-    node._base, node._used = 1 << 40, {"arena": 4096, "data": 3 * far.ARENA}
-    made: list[tuple[int, int]] = []
-    monkeypatch.setattr(node, "tensor", lambda at, count, dtype: made.append((at - node._base, count * dtype.itemsize)))
-    node.signals(3, torch.int32)
-    node.signals(5, torch.int64)
-    node.empty(100)
-    node.empty(100)
-    assert made == [(4096 + 64, 12), (4352 + 64, 40), (3 * far.ARENA, 400), (3 * far.ARENA + 512, 400)]
-    with pytest.raises(AssertionError, match="arena is full"):
-        node.signals(far.ARENA, torch.int32)

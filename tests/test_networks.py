@@ -78,13 +78,13 @@ def test_a_host_without_any_network(tmp_path: Path, packages: dict[str, str]) ->
     assert found.bare
     assert page(found).splitlines() == [
         "Several nodes: no network card, NVSHMEM, IBGDA or GDRCopy here.",
-        "pkt does not use a network yet: worlds of several nodes run in the simulator only (docs/scale-out.md).",
+        "Worlds of several nodes (PKT_NODE_SIZE=1) have never run over a network (docs/scale-out.md).",
     ]
     assert networks.examine(tmp_path / "nothing").bare
 
 
 def test_a_host_that_lacks_nothing(tmp_path: Path, packages: dict[str, str]) -> None:
-    packages |= {"nvidia-nvshmem-cu13": "3.4.5", "nvshmem4py-cu13": "0.4.1"}
+    packages |= {"nvidia-nvshmem-cu13": "3.4.5"}
     slots = [(f"pci0000:{at:02x}", f"0000:{at:02x}:01.0", f"0000:{at + 1:02x}:00.0") for at in (16, 32, 48, 64)]
     cards = [(place, "4: ACTIVE") for place in reversed(beside(slots))]
     params = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
@@ -100,11 +100,11 @@ def test_a_host_that_lacks_nothing(tmp_path: Path, packages: dict[str, str]) -> 
         "0 mlx5_3, 1 mlx5_2, 2 mlx5_1, 3 mlx5_0",
         "wanted: the same on every host",
     ]
-    assert "run in the simulator only" in page(found)
+    assert "have never run over a network" in page(found)
 
 
 def test_a_version_that_kernels_are_not_linked_with(tmp_path: Path, packages: dict[str, str]) -> None:
-    packages |= {"nvidia-nvshmem-cu12": "3.8.0", "nvshmem4py-cu12": "0.4.1"}
+    packages |= {"nvidia-nvshmem-cu12": "3.8.0"}
     (found,) = [line for line in networks.examine(tree(tmp_path, [], [])).lacks if "NVSHMEM of" in line]
     assert found == (
         "NVSHMEM of a version that was tried, not one whose bitcode is newer than the LLVM of Triton 3.6: "
@@ -120,7 +120,6 @@ def test_what_is_missing_is_named(tmp_path: Path, packages: dict[str, str]) -> N
     text = page(found)
     for wanted in (
         "NVSHMEM: pip install 'pkt-triton[nvshmem]'",
-        "nvshmem4py: pip install 'pkt-triton[nvshmem]'",
         'IBGDA: load the driver with options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;"',
         "GDRCopy: install it",
         "a card for each GPU: 2 GPUs, and cards that are up: 1; mlx5_0 has 2 GPUs, which share its link",

@@ -83,17 +83,9 @@ def memory(world: pkt.World) -> None:
 
 def calls(world: pkt.World) -> None:
     """benchmarks.far's check of every device call, over memory of the world's."""
-    ground = far.Ground(
-        world.rank,
-        (world.device, world.on_node.device, world.rail.device),
-        lambda count: pkt.empty(count, dtype=torch.int32, name="data"),
-        lambda count, dtype: pkt.signals(count, dtype=dtype, name="counters"),
-        world.torch_device,
-        world.barrier,
-    )
     on_gpu = world.torch_device.type == "cuda"
     with torch.device("cpu"):
-        print(far.check(ground, *((TURNS,) if on_gpu else (2, 40, 2)), grids=on_gpu), flush=True)
+        print(far.check(far.ground(world), *((TURNS,) if on_gpu else (2, 40, 2)), grids=on_gpu), flush=True)
 
 
 def cases_of(name: str) -> Iterator[Case]:

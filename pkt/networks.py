@@ -3,9 +3,8 @@
 A rail joins the ranks with one local rank, one from each host (docs/scale-out.md). So each rank wants a card of its
 own, in one order on every host.
 
-pkt uses none of it yet but NVSHMEM's device library, which kernels are linked with: worlds of several nodes run in the
-simulator only (docs/scale-out.md). What NVSHMEM needs is from NVIDIA's NVSHMEM Installation Guide, "Software
-Requirements". Tested with made-up trees, on no host with a network.
+NVSHMEM uses it, in worlds of several nodes (docs/scale-out.md). What it needs is from NVIDIA's NVSHMEM Installation
+Guide, "Software Requirements". Tested with made-up trees, on no host with a network.
 """
 
 from __future__ import annotations

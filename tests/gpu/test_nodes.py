@@ -3,8 +3,8 @@ cases_nodes in one job of torchrun, a killed rank, and pkt.launch.
 
     python -m pytest -s tests/gpu/test_nodes.py        -s shows the parts as they end
 
-A job that dies in a part is started again with the parts behind it. PKT_TEST_SECONDS limits the jobs; PKT_TEST_REPLAYS
-and PKT_TEST_TURNS make parts shorter or longer.
+A job that ends with a part is started again with the parts behind it. PKT_TEST_SECONDS limits the jobs;
+PKT_TEST_REPLAYS and PKT_TEST_TURNS make parts shorter or longer.
 """
 
 from __future__ import annotations

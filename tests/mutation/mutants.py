@@ -490,7 +490,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("every module is given the state", "if self.holds(module, nvshmem.STATE):", "if True:"),
     ),
     *of(RUNTIME + "gpu/nvshmem.py", "tests/runtime/test_nodes.py -k 'hangs or multicast or in_turn'",
-        ("a call of NVSHMEM's has no deadline", "thread.join(seconds)", "thread.join()"),
+        ("a call of NVSHMEM's has no deadline", "thread.join(seconds)", "thread.join(20 * seconds)"),
         ("NVSHMEM makes multicast objects", 'os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")', 'os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "0")'),
         ("NVSHMEM listens on the network", "    if one_host:  # nothing", "    if False:  # nothing"),
     ),

@@ -163,3 +163,12 @@ def test_several_nodes_of_several_ranks_are_refused_before_anything_is_made(monk
     with pytest.raises(Unsupported, match=message):
         bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE)
     assert not os.path.exists(where.meeting.directory)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_a_job_of_launch_says_how_many_ranks_a_node_has(monkeypatch, node_size):
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *device: None)
+    monkeypatch.setattr(bootstrap, "open_world", lambda *given, **options: options)
+    job = {"rank": 1, "size": 2, "directory": "", "token": "", "heap": 1, "timeout": 1.0, "multicast": False}
+    assert bootstrap.open_job({**job, "node_size": node_size}) == {"multicast": False, "node_size": node_size}

@@ -21,6 +21,7 @@ from pkt.runtime.gpu.nodes import COUNTERS, FAR, UNIT
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from pkt.runtime.processes.rendezvous import prepare
 from tests import device_library
+from tests.gpu import cases_nodes
 
 from . import fake_nvshmem, forked
 from .fake_driver import FakeDriver, FakeGpu
@@ -139,6 +140,15 @@ def test_counters_lie_in_the_arena_and_data_behind_its_lanes():
     assert len(set(values(on_ranks(2, main)))) == 1
 
 
+def test_the_part_of_the_gpu_test_about_memory():
+    def main(me):
+        with me.open(2, heap=16 * HEAP) as world:
+            cases_nodes.memory(world)
+            return True
+
+    assert values(on_ranks(2, main)) == [True, True]
+
+
 def test_lanes_begin_at_zero_again_where_memory_is_used_again():
     def main(me):
         with me.open(2) as world:
@@ -232,18 +242,18 @@ def test_worlds_take_the_block_in_turn_and_nvshmem_starts_once():
 
 def test_ranks_that_close_in_other_orders_take_the_same_block():
     def main(me):
-        one, two = me.open(2), me.open(2)
+        one, two = me.open(3), me.open(3)
         bases = [one.backend.base, two.backend.base]
-        (one if me.rank else two).close()  # rank 0 still has the first, rank 1 the second
-        three = me.open(2)
-        (two if me.rank else one).close()
-        four = me.open(2)
+        (one if me.rank < 2 else two).close()  # ranks 0 and 1 still have the second, rank 2 the first
+        three = me.open(3)
+        (two if me.rank < 2 else one).close()
+        four = me.open(3)
         assert three.backend.base not in bases
         assert four.backend.base in bases
         return me.library.calls["malloc"], bases.index(four.backend.base)
 
-    found = values(on_ranks(2, main, worlds=4))
-    assert found[0] == found[1]
+    found = values(on_ranks(3, main, worlds=4))
+    assert found[0] == found[1] == found[2]
     assert found[0][0] == 3
 
 

@@ -1,6 +1,6 @@
 """Over several nodes: pkt.explain for a collective there, and the search of `pkt tune`.
 
-pkt runs over several nodes in the simulator only. So an explanation has predicted times (`pkt.tune.prediction`), and a
+Nothing over several nodes has been measured. So an explanation has predicted times (`pkt.tune.prediction`), and a
 search has those of the simulator's modelled clock, each result compared with the reference.
 """
 

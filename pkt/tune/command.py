@@ -272,7 +272,7 @@ def _over_nodes(
     case = layer.asked(ranks)  # raises for what no machine runs, before what this one lacks
     if device != "cpu":
         raise Unsupported.here(
-            f"pkt tune {operator} over nodes", "worlds of several nodes run in the simulator only",
+            f"pkt tune {operator} over nodes", "its search runs in the simulator only",
             "--device cpu searches on its modelled clock, and pkt explain predicts",
         )  # fmt: skip
     if not case.space():

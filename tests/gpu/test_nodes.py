@@ -51,7 +51,7 @@ def said(process: subprocess.Popen[str], seconds: float) -> list[str]:
 
 
 def started(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PKT_NODE_SIZE": "1", "PYTHONUNBUFFERED": "1", **environment}
+    variables = {**os.environ, "PKT_NODE_SIZE": "1", **environment}
     return subprocess.Popen(
         [sys.executable, *command], env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -69,9 +69,9 @@ def outcomes() -> tuple[dict[str, list[str]], list[int]]:
         lines = said(job, end - time.monotonic())
         codes.append(job.returncode)
         for line in lines:
-            if match := re.match(r"PART (.+): rank (\d): (.*)", line):
-                found[match[1]].append(f"rank {match[2]}: {match[3]}")
-        if sum(line.startswith("END rank") for line in lines) == 2:
+            for name, rank, text in re.findall(r"PART ([\w ]+): rank (\d): (.*?)(?=PART |$)", line):
+                found[name].append(f"rank {rank}: {text}")
+        if "\n".join(lines).count("END rank") == 2:
             break
         culprit = next((name for name in left if len(found[name]) < 2), left[-1])
         found[culprit].append("the job ended: " + " | ".join(lines[-12:]))

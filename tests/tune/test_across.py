@@ -239,7 +239,7 @@ def test_the_command_searches_in_the_simulator(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--device", "cuda"], "worlds of several nodes run in the simulator only: --device cpu searches"),
+        (["--device", "cuda"], "its search runs in the simulator only: --device cpu searches"),
         (["--shape", "4x"], "--shape: found '4x', wanted lengths"),
         (["--shape", "131072"], "wanted at most 131072 elements on all ranks together"),
         (["--ranks", "3"], "node_size: found 2, wanted a divisor of 3"),
@@ -291,7 +291,7 @@ def test_a_form_without_settings_is_not_searched(monkeypatch: Any) -> None:
     done = run("tune", "gemm_ar", *sizes, "--device", "cpu")
     assert done.exit_code == 2
     assert "found no settings to search in its form 'nodes': pkt explain predicts its time" in done.output
-    assert "run in the simulator only: --device cpu" in run("tune", "gemm_ar", *sizes).output
+    assert "runs in the simulator only: --device cpu" in run("tune", "gemm_ar", *sizes).output
 
 
 def test_a_simulated_world_of_nodes_tunes_a_function() -> None:

@@ -61,7 +61,7 @@ def take(
     said = transport.exchange(mine, "NVSHMEM: job")
     if job is None and not any(one["job"] for one in said):
         job = _start(votes, driver, device, nbytes, one_host, libraries)
-    _check_alike(said, votes)
+    _check_alike(said)
     assert job is not None
     number = _free_everywhere(said, nbytes)
     if number:
@@ -78,10 +78,9 @@ def take(
     return job.blocks[number][0]
 
 
-def _check_alike(said: list[dict[str, Any]], votes: Votes) -> None:
+def _check_alike(said: list[dict[str, Any]]) -> None:
     """Raise Unsupported unless NVSHMEM runs on no rank, or on all of them as one job of just these ranks."""
-    size = votes.transport.size
-    places = [one["place"] for one in said]
+    size, places = len(said), [one["place"] for one in said]
     if len({one["job"] for one in said}) == 1 and places in ([[]] * size, [[rank, size] for rank in range(size)]):
         return
     texts = [f"rank {at[0]} of {at[1]}" if at else "not started" for at in places]
@@ -93,9 +92,8 @@ def _check_alike(said: list[dict[str, Any]], votes: Votes) -> None:
     )
 
 
-def _start(
-    votes: Votes, driver: CudaDriver, device: int, nbytes: int, one_host: bool, libraries: Libraries
-) -> Job:  # fmt: skip
+def _start(votes: Votes, driver: CudaDriver, device: int, nbytes: int, one_host: bool, libraries: Libraries) -> Job:
+    """Collective: NVSHMEM, started in this process."""
     global _job
     transport = votes.transport
     _, version, folder = tried.checked("pkt.init, for a world of several nodes")

@@ -194,6 +194,7 @@ OPERATOR = Operator(
     reference=reference,
     backward=Backward(backward, "`all_reduce`; zeros on all ranks but root", refuses=adds),
     written="x",
+    gives=lambda call: call.world.rank == call["root"],
     exact=True,
     cases=(
         Case(shapes={"x": (40,)}, arguments={"mode": "pass_on"}, launches=3),

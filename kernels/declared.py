@@ -37,6 +37,7 @@ class Declared:
         arguments: Mapping[str, Check] | None = None,
         settings: Mapping[str, Check] | None = None,
         written: str = "out",
+        gives: Callable[[Call], bool] | None = None,
         in_place: bool = False,
         place: Callable[[Call], int | None] = lambda call: None,
         private: str = "",
@@ -56,21 +57,22 @@ class Declared:
         tuple. Where the function leaves out the last results of some calls, the reference does, too. default: the form
         taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning` takes the
         form that is expected to be the fastest instead, where the caller gives no setting either. backward: its
-        backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into the
-        first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two may
-        share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches for
-        empty operands, too, which other ranks may need; or a function of a call that says whether it does. exact: data
-        is moved, not computed with. terms: how many numbers an element of the result is a sum of, from the sizes of the
-        letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact result of a rank, in
-        fp64. bound(rank, dtype, roundings, **operands of all ranks, **arguments): how far each result may be from it,
-        where that does not follow from `terms`."""
+        backward pass, see gradients.py. written: the operand that is written. gives: whether this rank's is read, and
+        not written, where one rank's goes to all. in_place: the function writes into the first operand where it is
+        given no `out`. place: which part of x, or of `out`, of the other's size the two may share. private: letters in
+        which ranks may differ. most: the greatest size of a letter. always: it launches for empty operands, too, which
+        other ranks may need; or a function of a call that says whether it does. exact: data is moved, not computed
+        with. terms: how many numbers an element of the result is a sum of, from the sizes of the letters and of the
+        world. reference(rank, **operands of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank,
+        dtype, roundings, **operands of all ranks, **arguments): how far each result may be from it, where that does not
+        follow from `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.across = dict(across or {})
         self.dtype = dtype
         self.default = default or (lambda call: next(iter(self.forms)))
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
-        self.written, self.place, self.private = written, place, private
+        self.written, self.gives, self.place, self.private = written, gives, place, private
         self.exact, self.terms, self.tuning, self.cases = exact, terms, tuning, tuple(cases)
         self.also, self.bound, self.most, self.always = dict(also or {}), bound, dict(most or {}), always
         self.backward = backward if backward is None or isinstance(backward, Backward) else Backward(backward)

@@ -148,8 +148,8 @@ class Operator(Choosing):
         if not copies:
             return launch
         places = {self.names.index(name): memory for name, memory in copies.items()}
-        read = [at for at, name in enumerate(self.names) if name in self.tensors]
-        return staging.staged(launch, places, read, self._written, world)
+        gives = None if self.gives is None else self.gives(call)
+        return staging.staged(launch, places, [] if gives is False else self.read, self._written, world, not gives)
 
     def _stages(self, call: Call) -> bool:
         """Whether plain tensors are copied where peers access them: not if the caller asked for a form, and so for its

@@ -59,10 +59,15 @@ def buffer(call: Call, name: str) -> torch.Tensor:
 
 
 def staged(
-    launch: Launch, copies: Mapping[int, Callable[[], torch.Tensor]], read: Sequence[int], written: int, world: World
+    launch: Launch,
+    copies: Mapping[int, Callable[[], torch.Tensor]],
+    read: Sequence[int],
+    written: int,
+    world: World,
+    back: bool = True,
 ) -> Launch:
     """`launch` of copies. copies: what returns a copy's memory, by place among the tensors. read: places of operands;
-    written: of the tensor that is written."""
+    written: of the tensor that is written, if back. It is returned."""
 
     @torch.no_grad()
     def through_copies(*tensors: Any) -> torch.Tensor:
@@ -76,7 +81,8 @@ def staged(
         result = launch(*given)
         if written not in copies:
             return result
-        copied = tensors[written].copy_(given[written])
-        return (copied, *result[1:]) if isinstance(result, tuple) else copied
+        if back:
+            tensors[written].copy_(given[written])
+        return (tensors[written], *result[1:]) if isinstance(result, tuple) else tensors[written]
 
     return through_copies

@@ -195,5 +195,8 @@ def astray_kernel(slots, world):
 
 
 def test_a_short_word_that_is_not_at_a_multiple_of_8_bytes_is_refused() -> None:
-    report = pkt.simulate(lambda world: astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device), 1, sms=1)
+    def run(world: Any) -> None:
+        astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device)
+
+    report = pkt.simulate(run, 1, seeds=1, sms=1)
     assert "[1] is not at a multiple of 8 bytes" in str(report.findings[0])

@@ -179,6 +179,7 @@ def test_short_words_work_on_any_number_of_ranks(ranks: int) -> None:
     pkt.simulate(exchange, ranks, seeds=2, args=(2, "all"), sms=1).check()
 
 
+@pytest.mark.machine
 def test_one_half_alone_deadlocks() -> None:
     report = pkt.simulate(exchange, 3, seeds=40, args=(1,), sms=1)
     assert {f.kind for f in report.findings} == {"Deadlock"}

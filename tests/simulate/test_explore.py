@@ -27,6 +27,8 @@ from tests.simulate.helpers import failures, line_of, outcome
 from tests.simulate.test_races import gather_main, send_main
 from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
+pytestmark = pytest.mark.machine
+
 # -- a right program with every call that can be broken --------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -97,13 +98,18 @@ def check_results(
     if part is not None:
         cases = cases[part % len(cases) :: 3]
 
+    @functools.cache  # all ranks have the same
+    def operands(at: int, launch: int, size: int) -> dict[str, Any]:
+        return inputs.everybody(operator, cases[at], size, launch, dtype)
+
     def run(world: Any) -> None:
-        for case in cases:
+        for at, case in enumerate(cases):
             keep: dict[str, torch.Tensor] = {}
             most = launches if case in operator.cases else 2 if case in usual else 1
             for launch in range(min(launches, most)):
                 try:
-                    right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed)
+                    every = operands(at, launch, world.size)
+                    right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed, every)
                 except pkt.Unsupported:
                     if not offset:
                         raise
@@ -118,9 +124,11 @@ def check_results(
 def right(
     world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str,
     offset: int | tuple[int, ...], keep: dict[str, torch.Tensor], transposed: bool = False,
+    operands: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
-    operands = inputs.everybody(operator, case, world.size, launch, dtype)
+    """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again.
+    operands: all ranks', where they are made already."""
+    operands = operands or inputs.everybody(operator, case, world.size, launch, dtype)
     exacts = inputs.exacts(operator, case, world.rank, operands)
     if not keep:
         out = result_for(world, operator, mode, case, exacts[0], dtype, kind)

@@ -12,7 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.simulate.findings import DataRace
-from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of, outcome
+from tests.simulate.helpers import EVERY_POLICY, SEEDS, assert_right, failures, find_race, line_of, outcome
 
 # -- missing waits and signals ---------------------------------------------------------------------------------------
 
@@ -207,6 +207,15 @@ def gather_main(world: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["double buffer", "entry barrier"])
 def test_relaunches_that_cannot_overtake_are_right(how: str) -> None:
     assert_right(gather_main, 3, args=(how,), seeds=range(30))
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("seed", range(EVERY_POLICY))
+def test_the_detector_changes_no_schedule(seed: int) -> None:
+    """So `assert_right` need not try all of them twice."""
+    whole, without = (outcome(gather_main, 3, seed, ("entry barrier",), races=races) for races in (True, False))
+    assert whole.machine.order == without.machine.order
+    assert whole.machine.steps == without.machine.steps
 
 
 @pytest.mark.machine

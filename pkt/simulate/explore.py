@@ -196,8 +196,8 @@ def simulate(
     options["node_size"] = node_size
     tally = _Tally()
 
-    def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
-        outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, **options)
+    def once(seed: int, faults: Faults = NO_FAULTS, brief: bool = False) -> Outcome:
+        outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, brief=brief, **options)
         tally.programs += outcome.machine.programs
         tally.kernels |= outcome.machine.usage
         return outcome
@@ -298,7 +298,7 @@ def _same(failure: Exception) -> Hashable:
 
 def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
     for seed in range(TRIES):
-        failure = once(seed, faults).failure
+        failure = once(seed, faults, brief=True).failure
         if failure is not None:
             return Found(seed, failure, faults)
     return None

@@ -68,6 +68,7 @@ class Machine:
         max_steps: int = MAX_STEPS,
         compile: str | None = None,
         node_size: int | None = None,
+        brief: bool = False,
     ) -> None:
         check_count("the simulator", "ranks", ranks)
         self.node_size = ranks if node_size is None else node_size  # ranks of a node
@@ -88,6 +89,7 @@ class Machine:
         self.findings: list[Any] = []
         self.events: list[Event] = []
         self.clocks = Clocks()
+        self.brief = brief  # the run ends at the first race
         self.compile = compile
         self.usage: dict[Usage, None] = {}  # of the compiled kernels, in the order of their first launches
         self.taken = Taken()
@@ -201,6 +203,8 @@ class Machine:
                     raise standstill.ended_trial(self)
                 raise Deadlock.endless(self.max_steps, str(schedule))
             self._switch(task)
+            if self.brief and self.findings and self.trial is None:
+                raise self.findings[0]
 
     def _switch(self, task: Task) -> None:
         host = self.hosts[task.rank]

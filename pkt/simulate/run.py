@@ -191,7 +191,7 @@ def _execute(fn: Callable[..., Any], ranks: int, args: tuple, heap: int, **optio
 
 
 OPTIONS = frozenset(p.name for p in inspect.signature(Machine).parameters.values() if p.kind is p.KEYWORD_ONLY)
-OPTIONS -= {"stride"}
+OPTIONS -= {"stride", "brief"}
 """Names of the options of `execute`."""
 
 

@@ -3,7 +3,7 @@
 - It makes code for every function that a kernel calls, again for each kernel and specialisation. Here a function that
   it accepted before, for the same types and constants, is only declared.
 - It visits the body of a loop twice, first to find the variables that change in it: a loop in a loop in a loop eight
-  times. Here it visits each twice.
+  times. Here it visits each once, and the loop gets the code of that visit.
 - It spells the type of a tuple out whenever one of its values is set, makes the shape of a block anew for each tensor,
   and reads the signature of a function at each call. Here each is done once.
 
@@ -59,9 +59,7 @@ def skipping(*facts: Hashable) -> Iterator[None]:
 
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
-            self.trials = 0  # loops around this statement whose variables are being found
-            self.carried: dict[Hashable, list[str]] = {}  # loop, types and constants before it -> names that change
-            self.tried: Any = None  # the body of a loop that the next visit skips
+            self.visited: tuple[Any, Any, dict[str, Any]] = None, None, {}  # the body of a loop, its code and values
 
         def visit(self, node: Any) -> Any:
             """As Triton's, but without locations and without entering warnings.catch_warnings at every node."""
@@ -87,27 +85,39 @@ def skipping(*facts: Hashable) -> Iterator[None]:
                 _results[key_of(self.prototype, self.jit_fn, self.function_name, self.noinline)] = self.ret_type
 
         def _find_carries(self, node: Any, liveins: dict[str, Any], ignore: Any = frozenset()) -> Any:
-            before = tuple((name, str(getattr(value, "type", value))) for name, value in liveins.items())
-            names = self.carried.get((id(node), before))
-            if names is None:
-                self.trials += 1
-                found = super()._find_carries(node, liveins, ignore)
-                self.trials -= 1
-                self.carried[id(node), before] = found[0]
-            else:
-                self.lscope: dict[str, Any] = liveins.copy()
-                self.local_defs: dict[str, Any] = {}
-                values = [liveins[name] for name in names]
-                found = list(names), code_generator.flatten_values_to_ir(values), [value.type for value in values]
-            if self.trials:
-                self.tried = node.body
-            return found
+            """As Triton's, but it keeps the code of the body. That reads the values from before the loop where the
+            loop's would stand, which have the same types."""
+            block = self.builder.create_block()
+            self.builder.set_insertion_point_to_start(block)
+            self.scf_stack.append(node)
+            self.visit_compound_statement(node.body)
+            self.scf_stack.pop()
+            names: list[str] = []
+            handles: list[Any] = []
+            for name, before in liveins.items():
+                if name in ignore:
+                    continue
+                if not code_generator._is_triton_value(before):
+                    assert name not in self.local_defs, f"Loop carried variable {name} is not a triton value"
+                    continue
+                self._verify_loop_carried_variable(name, self.lscope[name], before)
+                flat = code_generator.flatten_values_to_ir([before])
+                if flat != code_generator.flatten_values_to_ir([self.lscope[name]]):
+                    names.append(name)
+                    handles += flat
+            self.visited = node.body, block, {name: self.lscope[name] for name in names}
+            self.lscope: dict[str, Any] = liveins.copy()
+            self.local_defs: dict[str, Any] = {}
+            return names, handles, [liveins[name].type for name in names]
 
         def visit_compound_statement(self, stmts: Any) -> None:
-            if stmts is self.tried and stmts is not None:
-                self.tried = None
-            else:
+            body, block, values = self.visited
+            if stmts is not body or body is None:
                 super().visit_compound_statement(stmts)
+                return
+            self.visited = None, None, {}
+            block.merge_block_before(self.builder.get_insertion_block())
+            self.lscope.update(values)
 
     def key_of(prototype: Any, function: Any, name: str, noinline: bool) -> Hashable:
         values = [getattr(c, "value", c) for c in prototype.constants.values()]

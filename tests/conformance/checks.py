@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -89,19 +90,26 @@ def check_results(
     transposed: bool = False, launches: int = LAUNCHES, part: int | None = None, node_size: int | None = None,
     seed: int = 0,
 ) -> None:  # fmt: skip
-    """Every case is right within the bound, launch after launch with other inputs, and without a reset. more: further
-    sizes, with two launches at most. transposed: operands are transposed views where the operator takes those. part: 0,
-    1 or 2 for every third case, beginning with the first, second or third; at least one."""
-    cases = [*inputs.cases_of(operator, mode, more)]
+    """Every case is right within the bound, launch after launch with other inputs, and without a reset; a ragged one in
+    two launches at most. more: further sizes, with one launch. transposed: operands are transposed views where the
+    operator takes those. part: 0, 1 or 2 for every third case, beginning with the first, second or third; at least
+    one."""
+    usual, cases = ([*inputs.cases_of(operator, mode, also)] for also in (False, more))
     if part is not None:
         cases = cases[part % len(cases) :: 3]
 
+    @functools.cache  # all ranks have the same
+    def operands(at: int, launch: int, size: int) -> dict[str, Any]:
+        return inputs.everybody(operator, cases[at], size, launch, dtype)
+
     def run(world: Any) -> None:
-        for case in cases:
+        for at, case in enumerate(cases):
             keep: dict[str, torch.Tensor] = {}
-            for launch in range(launches if case in operator.cases else min(launches, 2)):
+            most = launches if case in operator.cases else 2 if case in usual else 1
+            for launch in range(min(launches, most)):
                 try:
-                    right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed)
+                    every = operands(at, launch, world.size)
+                    right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed, every)
                 except pkt.Unsupported:
                     if not offset:
                         raise
@@ -116,9 +124,11 @@ def check_results(
 def right(
     world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str,
     offset: int | tuple[int, ...], keep: dict[str, torch.Tensor], transposed: bool = False,
+    operands: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
-    operands = inputs.everybody(operator, case, world.size, launch, dtype)
+    """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again.
+    operands: all ranks', where they are made already."""
+    operands = operands or inputs.everybody(operator, case, world.size, launch, dtype)
     exacts = inputs.exacts(operator, case, world.rank, operands)
     if not keep:
         out = result_for(world, operator, mode, case, exacts[0], dtype, kind)
@@ -673,7 +683,8 @@ def check_exploration(operator: Operator, case: Case, schedules: int, lost_ranks
 
 
 def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
-    """Launches are right while the launch number and the counters wrap."""
+    """Launches are right while the launch number and the counters wrap: two before that and two behind it, so that
+    buffers which alternate come again on both sides."""
     case = next(inputs.cases_of(operator, mode))
     dtype = torch.float32 if torch.float32 in dtypes_of(operator, mode) else dtypes_of(operator, mode)[0]
 
@@ -683,7 +694,7 @@ def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
         world.barrier()
         set_launches(world, WRAP)
         world.barrier()
-        for launch in range(1, 6):
+        for launch in range(1, 5):
             right(world, operator, mode, case, launch, dtype, "given", 0, keep)
 
     on_nodes(operator, mode, 3, run, seed=seed, sms=2)

@@ -63,7 +63,12 @@ def all_launched(
     def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         found[machine.current.rank].append(Launch(kernel, tuple(map(stand_in, args)), options))
 
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Not computed: where no kernel runs no operand has values, and one that fills a GPU takes a core 13 s."""
+        return a.new_empty(a.shape[0], b.shape[1]) if out is None else out
+
     patch.setattr(Machine, "launch", record)
+    patch.setattr(torch, "mm", product)
     pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False, node_size=node_size)
     return found[min(RANK, ranks - 1)]
 

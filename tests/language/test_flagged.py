@@ -283,6 +283,7 @@ def test_flagged_words_work_on_one_rank() -> None:
     pkt.simulate(exchange, 1, seeds=5, sms=1).check()
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize(("how", "call"), [("each", "take_flagged"), ("all", "take_flagged_all")])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_two_halves_by_parity_are_right(ranks: int, how: str, call: str) -> None:
@@ -291,6 +292,7 @@ def test_two_halves_by_parity_are_right(ranks: int, how: str, call: str) -> None
     assert {m.site.call for m in report.mutants} == {"put_flagged", call}
 
 
+@pytest.mark.machine
 def test_one_half_alone_deadlocks() -> None:
     """A rank one launch ahead overwrites words that a slow rank still needs, so the slow rank never finds its flag."""
     report = pkt.simulate(exchange, 3, seeds=40, args=(1,), sms=1)
@@ -304,6 +306,7 @@ def test_a_plain_load_of_a_word_is_a_race() -> None:
     assert "DataRace" in {f.kind for f in report.findings}
 
 
+@pytest.mark.machine
 def test_a_poisoned_word_is_data_only_with_the_launchs_flag() -> None:
     pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
     found = outcome(exchange, 2, args=(2, "each", 1))  # 1 is the flag of launch 1; words from zeros() never hold it
@@ -316,7 +319,10 @@ def astray_kernel(slots, world):
 
 
 def test_a_word_that_is_not_at_a_multiple_of_16_bytes_is_refused() -> None:
-    report = pkt.simulate(lambda world: astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device), 1, sms=1)
+    def run(world: Any) -> None:
+        astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device)
+
+    report = pkt.simulate(run, 1, seeds=1, sms=1)
     assert "put_flagged: " in str(report.findings[0])
     assert "[2] is not at a multiple of 16 bytes" in str(report.findings[0])
 
@@ -337,6 +343,7 @@ def test_a_put_may_store_constants() -> None:
     pkt.simulate(run, 1, seeds=3, sms=1).check()
 
 
+@pytest.mark.machine
 def test_a_late_put_is_no_error() -> None:
     for signal in outcome(exchange, 2).machine.census.signals:
         for seed in (0, 1):

@@ -260,6 +260,20 @@ def test_loops_in_loops_keep_their_errors(where: str) -> None:
     assert x.tolist() == [a, b, c]
 
 
+@pytest.mark.skipif(not triton.__version__.startswith(skipped.CHECKED), reason="this release's own code generator")
+def test_the_body_of_a_loop_is_read_once(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.compiler.code_generator import CodeGenerator
+
+    read: list[int] = []
+    whole = CodeGenerator.visit_AugAssign
+    monkeypatch.setattr(
+        CodeGenerator, "visit_AugAssign", lambda self, node: read.append(node.lineno) or whole(self, node)
+    )
+    run(loops, (1,), torch.zeros(3, dtype=torch.int32), 3, "nowhere")
+    assert len(asked) == 1
+    assert len(read) == len(set(read)) == 5
+
+
 def test_arguments_of_calls_are_bound_as_inspect_does() -> None:
     def called(a: Any, b: Any = 2, c: Any = 3) -> None: ...
 

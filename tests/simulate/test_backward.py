@@ -17,6 +17,8 @@ import pkt
 import pkt.language as pl
 from pkt.simulate import engine
 
+pytestmark = pytest.mark.machine
+
 
 @triton.jit
 def shift_kernel(x_ptr, out_ptr, flags, by, world, N: tl.constexpr):

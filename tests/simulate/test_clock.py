@@ -9,6 +9,8 @@ import pkt
 import pkt.language as pl
 from pkt.simulate import cost
 
+pytestmark = pytest.mark.machine
+
 BLOCK = tl.constexpr(4096)
 BLOCK_SECONDS = 1e-6 * 2 * 4 * BLOCK.value / cost.LOCAL_BYTES_PER_US  # load and store of one block
 

@@ -19,6 +19,8 @@ from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import execute
 from tests.simulate.helpers import HEAP
 
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

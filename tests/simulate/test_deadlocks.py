@@ -16,6 +16,8 @@ from pkt.errors import GridTooLarge
 from pkt.simulate.findings import Deadlock, TooFewResident
 from tests.simulate.helpers import failures, line_of, outcome
 
+pytestmark = pytest.mark.machine
+
 SEEDS = range(6)
 
 

@@ -20,6 +20,8 @@ from pkt.simulate.schedule import Schedule
 from tests.simulate.helpers import assert_right, line_of, outcome
 from tests.simulate.test_races import send_main
 
+pytestmark = pytest.mark.machine
+
 
 @triton.jit
 def hand_over(x, out, flags, HOW: tl.constexpr):

@@ -27,6 +27,8 @@ from tests.simulate.helpers import failures, line_of, outcome
 from tests.simulate.test_races import gather_main, send_main
 from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
+pytestmark = pytest.mark.machine
+
 # -- a right program with every call that can be broken --------------------------------------------------------------
 
 
@@ -112,6 +114,18 @@ def test_a_finding_of_an_exploration_replays_alone() -> None:
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fn", "ranks", "args"), PROGRAMS, ids=lambda p: getattr(p, "__name__", str(p)))
+def test_a_brief_run_ends_at_the_first_race(fn: Any, ranks: int, args: tuple) -> None:
+    """As those of mutants and lost signals do, which are caught by then."""
+    shorter = 0
+    for seed in range(10):
+        whole, brief = (outcome(fn, ranks, seed, args, brief=brief) for brief in (False, True))
+        assert str(brief.failure) == str(whole.failure)
+        assert type(brief.failure) is type(whole.failure)
+        shorter += brief.machine.steps < whole.machine.steps
+    assert shorter
 
 
 def signals() -> list:

@@ -17,6 +17,8 @@ from pkt.errors import CollectiveMismatch, LostSignal, RankFailed, ShapeError
 from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, line_of, outcome
 
+pytestmark = pytest.mark.machine
+
 SEEDS = range(6)
 
 

@@ -29,6 +29,8 @@ from pkt.errors import (
 from pkt.language.world import code_hash
 from tests.simulate.helpers import failures, outcome
 
+pytestmark = pytest.mark.machine
+
 SEEDS = (0, 1, 2, 3)
 
 

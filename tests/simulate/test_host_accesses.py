@@ -15,6 +15,8 @@ import pkt.language as pl
 from pkt.simulate.findings import DataRace
 from tests.simulate.helpers import failures
 
+pytestmark = pytest.mark.machine
+
 SEEDS = range(5)  # every policy
 
 

@@ -21,6 +21,8 @@ from pkt.simulate.faults import Faults
 from pkt.simulate.findings import DataRace, FarAccess, MissingQuiet, OvertakenPut
 from tests.simulate.helpers import HEAP, failures, line_of, outcome
 
+pytestmark = pytest.mark.machine
+
 WORLDS = [(4, 2), (8, 4), (8, 2)]  # ranks and node_size: 2 x 2, 2 x 4 and 4 x 2
 N = 40  # elements: 160 bytes, no power of two
 

@@ -23,6 +23,8 @@ from pkt.simulate.explore import Report, simulate
 from tests.simulate.test_explore import exchange_main, to_all_main
 from tests.simulate.test_races import gather_main
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:

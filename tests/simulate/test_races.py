@@ -12,7 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.simulate.findings import DataRace
-from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of, outcome
+from tests.simulate.helpers import EVERY_POLICY, SEEDS, assert_right, failures, find_race, line_of, outcome
 
 # -- missing waits and signals ---------------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ def test_a_missing_order_shows_as_a_wrong_value(how: str) -> None:
     assert any("wrong values" in str(e) for e in found.values())
 
 
+@pytest.mark.machine
 def test_stores_arrive_late_and_out_of_order() -> None:
     """Two stores without an order show all four outcomes."""
     seen = set()
@@ -202,11 +203,22 @@ def gather_main(world: Any, how: str) -> None:
     world.barrier()
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("how", ["double buffer", "entry barrier"])
 def test_relaunches_that_cannot_overtake_are_right(how: str) -> None:
     assert_right(gather_main, 3, args=(how,), seeds=range(30))
 
 
+@pytest.mark.machine
+@pytest.mark.parametrize("seed", range(EVERY_POLICY))
+def test_the_detector_changes_no_schedule(seed: int) -> None:
+    """So `assert_right` need not try all of them twice."""
+    whole, without = (outcome(gather_main, 3, seed, ("entry barrier",), races=races) for races in (True, False))
+    assert whole.machine.order == without.machine.order
+    assert whole.machine.steps == without.machine.steps
+
+
+@pytest.mark.machine
 def test_a_fast_ranks_next_launch_that_overtakes_is_a_race() -> None:
     race = find_race(gather_main, 3, args=("none",), seeds=SEEDS)
     assert "inbox[" in str(race)
@@ -215,6 +227,7 @@ def test_a_fast_ranks_next_launch_that_overtakes_is_a_race() -> None:
     assert any("wrong values" in str(e) for e in wrong.values())
 
 
+@pytest.mark.machine
 def test_the_last_launchs_signal_satisfies_a_wait_for_a_constant() -> None:
     race = find_race(gather_main, 3, args=("constant",), seeds=SEEDS)
     notes = [
@@ -237,6 +250,7 @@ def test_the_last_launchs_signal_satisfies_a_wait_for_a_constant() -> None:
     assert any("wrong values" in str(e) for e in wrong.values())
 
 
+@pytest.mark.machine
 def test_launches_of_one_rank_are_in_order() -> None:
     @triton.jit
     def add_one(x, N: tl.constexpr):
@@ -273,6 +287,7 @@ def within_a_rank(x, flags, out, world):
         tl.store(out + tl.program_id(0), tl.load(x))
 
 
+@pytest.mark.machine
 def test_gpu_scope_is_enough_within_a_rank() -> None:
     def main(world: Any) -> None:
         x, flags, out = pkt.zeros(1, dtype=torch.int32), pkt.signals(1), torch.zeros(4, dtype=torch.int32)
@@ -282,6 +297,7 @@ def test_gpu_scope_is_enough_within_a_rank() -> None:
     assert_right(main)
 
 
+@pytest.mark.machine
 def test_order_is_transitive() -> None:
     """Rank 0 publishes to 1, and 1 to 2: rank 2 sees the stores of rank 0."""
 
@@ -334,6 +350,7 @@ def test_one_fence_acquires_and_releases() -> None:
     find_race(main, 3, args=(False,))
 
 
+@pytest.mark.machine
 def test_host_barriers_order_launches_of_different_ranks() -> None:
     @triton.jit
     def put(x, world):
@@ -366,6 +383,7 @@ def count(x, peer, world, SCOPE: tl.constexpr, SYNC: tl.constexpr, N: tl.constex
         pl.signal(x + N, peer, world)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("size", [1, 32])
 @pytest.mark.parametrize(
     ("scope", "ranks", "programs", "raced"),

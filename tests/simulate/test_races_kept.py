@@ -16,6 +16,8 @@ from pkt.simulate import races
 from pkt.simulate.memory import Region, Scattered
 from tests.simulate.helpers import assert_right, failures
 
+pytestmark = pytest.mark.machine
+
 
 @triton.jit
 def acknowledge(x, acks, world, relaxed, BLOCK: tl.constexpr):

@@ -13,6 +13,8 @@ import pkt
 import pkt.language as pl
 from tests.simulate.helpers import assert_right, find_race
 
+pytestmark = pytest.mark.machine
+
 # -- bytes, granules and regions -------------------------------------------------------------------------------------
 
 

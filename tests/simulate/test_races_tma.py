@@ -13,6 +13,8 @@ import pkt
 import pkt.language as pl
 from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of
 
+pytestmark = pytest.mark.machine
+
 # -- TMA -------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ import pkt.language as pl
 from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, outcome
 
+pytestmark = pytest.mark.machine
+
 SEEDS = (0, 1, 2, 3, 6)  # rank 1 is slow in seed 3, rank 0 in seed 6
 KINDS = ("test", "atomic", "cas", "volatile", "plain")
 EFFECTS = ("none", "store", "atomic", "sometimes", "outside")

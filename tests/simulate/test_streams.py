@@ -15,6 +15,8 @@ import pkt.language as pl
 from pkt.simulate.findings import Deadlock
 from tests.simulate.helpers import failures, outcome
 
+pytestmark = pytest.mark.machine
+
 SEEDS = range(8)
 
 

@@ -17,6 +17,8 @@ import pkt
 import pkt.language as pl
 from pkt.simulate import turns
 
+pytestmark = pytest.mark.machine
+
 
 @triton.jit
 def ring(out, flags, world, number):

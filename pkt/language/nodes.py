@@ -31,7 +31,7 @@ def number(rank, world):
 @triton.jit
 def is_far(peer, world):
     """Whether rank `peer` is on another node; for worlds of several nodes."""
-    return number(peer, world) // world.node_size != number(world.rank, world) // world.node_size
+    return number(peer, world) // world.node_size != ptx.unknown(number(world.rank, world)) // world.node_size
 
 
 @triton.jit

@@ -80,6 +80,10 @@ class CopyEngines(Protocol):
         """Make the kernel that the current stream has just recorded in a graph an ordinary node, not a cooperative
         one."""
 
+    def allocation(self, address: int) -> int | None:
+        """The number of the allocation that has an address of this GPU: no other one has ever the same. None where the
+        driver does not number it."""
+
     def record(self, run: Callable[[], Any]) -> Recorded:
         """What `run()` queues on the current stream, which must not be the default one, and on streams that it forks
         and joins. Nothing of it runs before it is replayed. Work that was recorded shares memory, so replays must run

@@ -498,3 +498,19 @@ def written_beside(world: Any) -> None:
     torch.empty(64, device="cpu", pin_memory=True)  # torch looks which pages it may use again
     graph.replay()
     assert y.item() == 6
+
+
+def given_back(world: Any, n: int = 32 << 20) -> None:
+    """Calls by the copy engines of a plain tensor that torch gives back to the driver between them: other memory comes
+    to the same address, and no recorded call refers to that before."""
+    out = pkt.empty(world.size * n, dtype=torch.bfloat16, world=world)
+    for turn in range(4):
+        for _ in range(5):
+            x = torch.full((n,), float(world.rank + turn), dtype=torch.bfloat16)
+            pkt.all_gather(x, out, mode="copy", world=world)
+            world.synchronize()
+            for rank, part in enumerate(out.plain().chunk(world.size)):
+                assert bool((part == rank + turn).all()), f"turn {turn}, the part of rank {rank}"
+            del x
+        world.barrier()
+        torch.cuda.empty_cache()

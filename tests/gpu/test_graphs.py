@@ -6,6 +6,7 @@ from tests.gpu.cases_graphs import (
     PROGRAMS,
     Product,
     back_to_back,
+    given_back,
     not_called_before,
     recorded,
     replays,
@@ -61,3 +62,8 @@ def test_no_kernel_of_an_operator_is_cooperative_in_a_graph(nbytes: int, ranks: 
 @on_ranks(1, 2)
 def test_words_are_written_while_a_graph_is_recorded(ranks: int) -> None:
     launch(written_beside, ranks)
+
+
+@on_ranks(2, 4)
+def test_memory_that_torch_gives_back_between_recorded_calls(ranks: int) -> None:
+    launch(given_back, ranks)

@@ -56,8 +56,9 @@ def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytes
 def all_launched(
     fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch, node_size: int | None = None
 ) -> list[Launch]:
-    """Every kernel that `fn(world)` launches on rank RANK. Those of several nodes are linked with a made-up device
-    library when they compile (tests.device_library), if the test installs it."""
+    """Every kernel that `fn(world)` launches on rank RANK; on rank 0 where each rank is a node, because there the
+    compiler proves more of its code unreachable. Those of several nodes are linked with a made-up device library when
+    they compile (tests.device_library), if the test installs it."""
     found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
 
     def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -70,7 +71,7 @@ def all_launched(
     patch.setattr(Machine, "launch", record)
     patch.setattr(torch, "mm", product)
     pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False, node_size=node_size)
-    return found[min(RANK, ranks - 1)]
+    return found[0 if node_size == 1 else min(RANK, ranks - 1)]
 
 
 def compile_checked(launch: Launch, arch: int, folder: Path, signals: bool = True) -> Any:

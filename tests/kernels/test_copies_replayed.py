@@ -197,6 +197,23 @@ def test_graphs_are_given_back_with_their_plans() -> None:
     assert eager_worlds(RANKS, main) == [None] * RANKS
 
 
+def test_a_graph_of_freed_memory_is_not_replayed() -> None:
+    """Memory that comes to the same address is another allocation."""
+
+    def main(rank: Rank) -> None:
+        x, out = torch.ones(N), pkt.empty(N * RANKS, world=rank.world)
+        for number in (1, 2):
+            rank.driver.allocations[x.data_ptr()] = number
+            found = [queued(rank, lambda: gathered(rank, x, out)) for _ in range(replay.CALLS + 2)]
+            assert found[: replay.CALLS] == [FORMS["all_gather"][2]] * replay.CALLS, number
+            assert found[-1] == {"replay": 1}
+        rank.driver.allocations[x.data_ptr()] = None
+        found = [queued(rank, lambda: gathered(rank, x, out)) for _ in range(replay.CALLS + 2)]
+        assert found == [FORMS["all_gather"][2]] * (replay.CALLS + 2), "nothing tells that memory from other"
+
+    assert eager_worlds(RANKS, main) == [None] * RANKS
+
+
 def test_graphs_are_few_and_make_room_when_they_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
     monkeypatch.setattr(replay, "STALE", 8)

@@ -77,6 +77,7 @@ class FakeDriver:
         self.modules: dict[int, set[str]] = {}  # module -> its variables
         self.graphs: dict[int, list[Callable[[], object]]] = {}  # handle -> what it queues, in order
         self.recording: list[Callable[[], object]] | None = None
+        self.allocations: dict[int, int | None] = {}  # address -> number of its allocation, where it is not 1
         self._next = 1000
 
     def _count(self, call: str) -> None:
@@ -249,6 +250,9 @@ class FakeDriver:
         finally:
             self.recording = None
         return self._next
+
+    def allocation(self, address: int) -> int | None:
+        return self.allocations.get(address, 1)
 
     def replay(self, graph: int, stream: int) -> None:
         self._count("replay")

@@ -55,6 +55,17 @@ def test_the_kernel_recorded_last_is_no_longer_cooperative(recorded):
     assert value.cooperative == 0
 
 
+@pytest.mark.parametrize(("code", "found", "number"), [(0, 5, 5), (0, 0, None), (1, 5, None)])
+def test_an_allocation_has_the_driver_s_number(recorded, code, found, number):
+    recorded.answers = {"cuPointerGetAttribute": (found,)}
+    driver = CudaDriver(rank=1)
+    recorded.code = bindings.CUresult(code)
+    assert driver.allocation(1 << 40) == number
+    assert recorded.calls[-1] == (
+        "cuPointerGetAttribute", (bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, 1 << 40)
+    )  # fmt: skip
+
+
 def test_memory_is_pinned_on_the_device_and_can_be_exported(recorded):
     recorded.answers = {
         "cuMemCreate": (bindings.CUmemGenericAllocationHandle(77),),

@@ -114,6 +114,15 @@ def far_quiet(_semantic=None):
 
 
 @primitive
+def unknown(x, _semantic=None):
+    """`x`, an int64, of which the compiler knows nothing. It would drop calls that it proves unreachable, where each
+    rank is a node, and pkt takes dropped signals for a fault of the compiler's."""
+    if simulator(_semantic) is not None or _only_types:
+        return x
+    return core.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], core.int64, True, 1, _semantic=_semantic)
+
+
+@primitive
 def near_only(call, world, _semantic=None):
     """Refuse to compile a call that accesses the memory of every rank, where some are on other nodes. The simulator
     finds the access itself."""

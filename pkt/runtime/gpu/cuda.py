@@ -59,6 +59,9 @@ class Engines:
     def uncouple(self) -> None:
         self._driver.uncouple(self._current())
 
+    def allocation(self, address: int) -> int | None:
+        return self._driver.allocation(address)
+
     def record(self, run: Callable[[], Any]) -> Recorded:
         return Recorded(self._driver, self._driver.record(run))
 

@@ -233,6 +233,13 @@ class CudaDriver:
         graph = self._cuda.CUgraph(recorded.raw_cuda_graph())
         return int(self._call("cuGraphInstantiate", graph, int(free | priority)))
 
+    def allocation(self, address: int) -> int | None:
+        """The number of the allocation that has the address, CU_POINTER_ATTRIBUTE_BUFFER_ID: freed ones' do not come
+        again. None where there is none, as for memory that was mapped."""
+        attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        code, found = self._cuda.cuPointerGetAttribute(attribute, address)
+        return int(found) or None if int(code) == 0 else None
+
     def replay(self, graph: int, stream: int) -> None:
         """Queue all that a graph has on the stream."""
         self._call("cuGraphLaunch", graph, stream)

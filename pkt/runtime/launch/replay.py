@@ -5,6 +5,10 @@ them. Each costs the host 1 to 10 us. Two calls of a plan differ only in the add
 the same addresses again and again. So pkt records a repeated call as a CUDA graph, one for each set of addresses, and
 replays it from then on. A replay is right wherever a user's graph is: the device counts the launches.
 
+A recorded copy refers to the allocation at its address. When torch gives its cached memory back, as torch.cuda.graph
+and torch.cuda.empty_cache do, other memory may come to the same address, and a replay would end in a launch failure. So
+the key has the driver's number of each allocation outside the symmetric heap.
+
 Calls with new addresses, and calls inside a user's capture, are made one by one. To change the addresses of a graph
 would take one driver call for each node, so a graph is never changed."""
 
@@ -31,7 +35,7 @@ MOST_COUNTED = 1024
 
 Launch = Callable[..., torch.Tensor]
 Key = tuple[Hashable, ...]
-"""The addresses of a call's tensors, and the settings that it depends on."""
+"""The addresses and allocations of a call's tensors, and the settings that it depends on."""
 
 
 class _Graph:
@@ -67,6 +71,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
         return launch
     engines = world.backend.copies
     assert engines is not None, "only GPUs have streams"
+    heap = range(world.backend.base, world.backend.base + world.backend.capacity)
     graphs: dict[Key, _Graph] = {}
     counted: dict[Key, int] = {}
     calls = 0
@@ -108,7 +113,15 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
         if stream is None or _pauses or hooked():
             return launch(*tensors)
         calls += 1
-        found: list[Hashable] = [None if t is None else t.data_ptr() for t in tensors]
+        found: list[Hashable] = []
+        for tensor in tensors:
+            at = 0 if tensor is None else tensor.data_ptr()
+            found.append(at)
+            if at and at not in heap:
+                allocation = engines.allocation(at)
+                if allocation is None:
+                    return launch(*tensors)
+                found.append(allocation)
         if settings is not None:
             found.append(settings())
         key = tuple(found)

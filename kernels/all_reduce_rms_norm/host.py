@@ -3,9 +3,9 @@
 What is computed stands at the top of shared/rms_norm.py. The new residual says all about a row, so only it comes back
 from who has added it, and every rank norms all rows: that costs memory, which is ten times as fast as the links.
 
-low_latency: each rank puts its x to every rank, as words of 12 bytes of data and 4 of flag (shared.flagged), and every
-    rank adds and norms everything: one flight, 4 / 3 * (W - 1) * |x| bytes out of each rank. `parts` programs share a
-    token while there are programs enough; each adds the squares of its columns, and they tell each other the sums.
+low_latency: each rank puts its x to every other, as words of 12 bytes of data and 4 of flag (shared.flagged), and every
+    rank adds and norms everything: one flight, 4 / 3 * (W - 1) * |x| bytes out of each rank. A program has a token, or
+    `parts` programs share one: each adds the squares of its columns, and they tell each other the sums.
 two_shot: each rank stores tiles of rows into their owners' inboxes; the owner adds, and stores the new residual into
     every rank's inbox; each rank norms what arrives (shared.row_tiles): 2 * (W - 1) / W * |x| bytes.
 unfused: pkt's all-reduce, then a kernel that adds the residual and norms: the sum is rounded once more, written and
@@ -110,11 +110,12 @@ def all_reduce_rms_norm(
 
     mode: a form that the top of kernels/all_reduce_rms_norm/host.py describes. None takes the one with the least
     predicted time, see `seconds`. parts: programs that share a token in low_latency, a power of two, fewer where tokens
-    are many. rows: for each signal in two_shot.
+    are many; None: one, and for long tokens as many as they need. rows: for each signal in two_shot.
 
-    Symmetric memory kept: low_latency 8 / 3 * size times x's bytes and a word a program, rounded up to a power of two,
-    shared with the collectives' flagged words; two_shot 4 * (size - 1) tiles a program for each size of tile and grid;
-    unfused x's bytes, and what all_reduce keeps. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes and two words for each part of a token,
+    rounded up to a power of two, shared with the collectives' flagged words; two_shot 4 * (size - 1) tiles a program
+    for each size of tile and grid; unfused x's bytes, and what all_reduce keeps. Raises ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     found: Any = OPERATOR((x, residual, weight, out), (eps, quant, mode, parts, rows), world)
     return tuple(found) if quant else tuple(found[:2])
@@ -158,7 +159,7 @@ OPERATOR = Operator(
     settings={"parts": power_of_two, "rows": integer(1)},
     forms={
         "low_latency": Form(
-            low_latency.plan, "words of data and flag to every rank, which all add and norm, no barrier",
+            low_latency.plan, "words of data and flag to every other rank; all add and norm everything, no barrier",
             "4 / 3 (W - 1) |x|", settings={"parts": None}, small={"parts": 2},
         ),
         "two_shot": Form(

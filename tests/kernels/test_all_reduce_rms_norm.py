@@ -62,17 +62,19 @@ def right(world: Any, T: int, H: int, dtype: torch.dtype, call: Any, **arguments
 
 @pytest.mark.parametrize(("mode", "settings"), FORMS)
 @pytest.mark.parametrize("quant", ["fp8_token", "fp8_group"])
+@pytest.mark.parametrize("sms", [1, 4])
 def test_rows_that_are_normed_in_several_blocks(
-    mode: str, settings: dict[str, Any], quant: Any, monkeypatch: pytest.MonkeyPatch
+    mode: str, settings: dict[str, Any], quant: Any, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many columns as a program does not hold at once, here 128, and as few words, here 32."""
+    """Rows of more columns than a program holds at once, here 128, and of more than 16 threads hold: in low_latency one
+    program has two blocks of two tokens, or two programs share each token."""
     monkeypatch.setattr(row_tiles, "TILE_ELEMENTS", 128)
-    monkeypatch.setattr("pkt.kernels.all_reduce_rms_norm.low_latency.MOST_WORDS", 32)
+    monkeypatch.setattr("pkt.kernels.all_reduce_rms_norm.low_latency.MOST_THREADS", 16)
 
     def run(world: Any) -> None:
-        right(world, 2, 384, torch.float16, all_reduce_rms_norm, mode=mode, quant=quant, **settings)
+        right(world, 2, 768, torch.float16, all_reduce_rms_norm, mode=mode, quant=quant, **settings)
 
-    on_ranks(2, run)
+    on_ranks(2, run, sms=sms)
 
 
 def test_a_quantised_call_that_rounds_by_hand() -> None:

@@ -27,7 +27,9 @@ TOKENS, H, EPS = (1, 16, 128, 1024, 8192), 8192, 1e-6
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt low_latency": {"mode": "low_latency"},
-    "pkt low_latency, 1 program a token": {"mode": "low_latency", "parts": 1},
+    "pkt low_latency, 2 programs a token": {"mode": "low_latency", "parts": 2},
+    "pkt low_latency, 4 programs a token": {"mode": "low_latency", "parts": 4},
+    "pkt low_latency, 8 programs a token": {"mode": "low_latency", "parts": 8},
     "pkt two_shot": {"mode": "two_shot"},
     "pkt two_shot, 1 row": {"mode": "two_shot", "rows": 1},
     "pkt two_shot, 8 rows": {"mode": "two_shot", "rows": 8},

@@ -3,9 +3,9 @@
 What is computed stands at the top of shared/rms_norm.py. The new residual says all about a row, so only it comes back
 from who has added it, and every rank norms all rows: that costs memory, which is ten times as fast as the links.
 
-low_latency: each rank puts its x to every rank, as words of 12 bytes of data and 4 of flag (shared.flagged), and every
-    rank adds and norms everything: one flight, 4 / 3 * (W - 1) * |x| bytes out of each rank. `parts` programs share a
-    token while there are programs enough; each adds the squares of its columns, and they tell each other the sums.
+low_latency: each rank puts its x to every other, as words of 12 bytes of data and 4 of flag (shared.flagged), and every
+    rank adds and norms everything: one flight, 4 / 3 * (W - 1) * |x| bytes out of each rank. A program has a token, or
+    `parts` programs share one: each adds the squares of its columns, and they tell each other the sums.
 two_shot: each rank stores tiles of rows into their owners' inboxes; the owner adds, and stores the new residual into
     every rank's inbox; each rank norms what arrives (shared.row_tiles): 2 * (W - 1) / W * |x| bytes.
 unfused: pkt's all-reduce, then a kernel that adds the residual and norms: the sum is rounded once more, written and
@@ -59,23 +59,36 @@ def bound(
 # ---------------------------------------------------------------------------------------------------------- prediction
 BEGIN = 5.7e-6
 """Seconds of a launch in flagged words but for its flight: 16 KiB are all-reduced in 7.1 us on 2 x H200."""
-NORM = 1e-6
-"""Seconds from the last word of a token to its last normed element, which nothing hides."""
+FENCED = 2.85e-6
+"""Seconds of a flight whose stores a fence and a signal follow: 1 MiB is all-reduced in 14.1 us without flags on 2 x
+H200, in two of them (benchmarks/results/collectives_2.json)."""
+NORM = 1.9e-6
+"""Seconds from the last word of a token to its last normed element, which nothing hides: in low_latency a token of
+8192 takes 9.1 us on 2 x H100. In two_shot it takes 15.1: my own rows are normed before the others' answers come
+(benchmarks/results/all_reduce_rms_norm_2.json)."""
+SECOND = 1.4e-6
+"""Seconds that the second kernel of unfused adds in a graph: there that token takes 10.5 us."""
 
 
 def seconds(mode: str, nbytes: int, size: int) -> float:
-    """The predicted time of a form with x of so many bytes, on GPUs like the H200. The forms have not run on several
-    GPUs: all constants are those of the collectives, see pkt.model.gpu and shared.flagged."""
-    sent, once = 2 * (size - 1) / size * nbytes / H200.link, nbytes / H200.memory  # once through memory
+    """The predicted time of a form with x of so many bytes, where a graph replays the call, on GPUs like the H200. On
+    2 x H100 that of 1, 16 and 128 tokens of 8192 in bf16 is within 6 % of the measured: 9.1, 10.0 and 17.4 us in
+    low_latency, 15.1, 16.2 and 21.6 in two_shot, 10.5, 11.6 and 20.6 in unfused. With more ranks nothing was
+    measured."""
+    once, link = nbytes / H200.memory, nbytes / H200.link  # through memory, and out of a rank
     if mode == "low_latency":
-        words = 4 / 3 * (size - 1) * nbytes
-        moved = (2 * 4 / 3 * size + 5) * once  # words of all ranks; x, residual and new residual, both of them again
-        return BEGIN + H200.signal + NORM + max(words / H200.link, moved)
+        moved = (8 / 3 * (size - 1) + 2) * once  # words come and are read; x and the residual are read
+        return BEGIN + H200.signal + max(4 / 3 * (size - 1) * link, moved) + NORM + 2 * once
+    sent = 2 * (size - 1) / size * link
     if mode == "two_shot":
-        answers = 2 * (H200.signal + flagged.FLIGHT_BYTES / H200.link) if size > 1 else 0.0  # a flight and its fence
-        return BEGIN + answers + NORM + max(sent, (4 + 4 / size) * once)
-    fewest = flagged.FLAG_BYTES / H200.link  # of barriers, or flags in their stead
-    return BEGIN + H200.signal + NORM + max(sent, 4 * once) + min(fewest, sent) + BEGIN / 2 + 4 * once
+        answers = 2 * FENCED + NORM if size > 1 else 0.0
+        return BEGIN + answers + max(sent, (7 - 3 / size) * once) + NORM
+    shots = flagged.shots(nbytes, size)
+    if shots == 0:
+        reduced = 2 * FENCED + max(sent, 4 * once)
+    else:
+        reduced = shots * H200.signal + 4 / 3 * ((size - 1) * link if shots == 1 else sent)
+    return BEGIN + reduced + SECOND + NORM + 4 * once
 
 
 # ---------------------------------------------------------------------------------------------------------------- host
@@ -110,11 +123,12 @@ def all_reduce_rms_norm(
 
     mode: a form that the top of kernels/all_reduce_rms_norm/host.py describes. None takes the one with the least
     predicted time, see `seconds`. parts: programs that share a token in low_latency, a power of two, fewer where tokens
-    are many. rows: for each signal in two_shot.
+    are many; None: one, and for long tokens as many as they need. rows: for each signal in two_shot.
 
-    Symmetric memory kept: low_latency 8 / 3 * size times x's bytes and a word a program, rounded up to a power of two,
-    shared with the collectives' flagged words; two_shot 4 * (size - 1) tiles a program for each size of tile and grid;
-    unfused x's bytes, and what all_reduce keeps. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes and two words for each part of a token,
+    rounded up to a power of two, shared with the collectives' flagged words; two_shot 4 * (size - 1) tiles a program
+    for each size of tile and grid; unfused x's bytes, and what all_reduce keeps. Raises ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     found: Any = OPERATOR((x, residual, weight, out), (eps, quant, mode, parts, rows), world)
     return tuple(found) if quant else tuple(found[:2])
@@ -158,7 +172,7 @@ OPERATOR = Operator(
     settings={"parts": power_of_two, "rows": integer(1)},
     forms={
         "low_latency": Form(
-            low_latency.plan, "words of data and flag to every rank, which all add and norm, no barrier",
+            low_latency.plan, "words of data and flag to every other rank; all add and norm everything, no barrier",
             "4 / 3 (W - 1) |x|", settings={"parts": None}, small={"parts": 2},
         ),
         "two_shot": Form(

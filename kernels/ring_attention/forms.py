@@ -112,7 +112,7 @@ def ring_attention(
     multiplied with v. In "parts" this is up to torch, and the result over each rank's keys is rounded once more. A row
     that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the operands may be overwritten
     at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also those of lse, are those of
-    `pkt.ring_attention_backward`. It has run on ranks that share one H200, not on several GPUs.
+    `pkt.ring_attention_backward`.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". "parts" holds up to size
     results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.

@@ -114,7 +114,7 @@ def ring_attention_backward(
     to q's dtype before they are multiplied. The result is the same in every run, to the last bit. In "parts" torch
     rounds the gradients of each rank's part to q's dtype before they are added, and its kernels on GPUs may add in
     another order in each run. The gradients of rows that see no key, or that nobody sees, are 0. Tensors may have any
-    strides. It has run on ranks that share one H200, not on several GPUs.
+    strides.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32; in "parts"
     twice (size - 1) times their bytes. Raises

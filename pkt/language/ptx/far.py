@@ -19,7 +19,7 @@ from triton.language import core
 from pkt.errors import Unsupported
 
 from .. import world as page
-from .primitive import plain, primitive, simulated, simulator
+from .primitive import asm, plain, primitive, simulated, simulator
 
 _only_types = False
 _LIBRARY = "pkt_far"
@@ -119,7 +119,7 @@ def unknown(x, _semantic=None):
     rank is a node, and pkt takes dropped signals for a fault of the compiler's."""
     if simulator(_semantic) is not None or _only_types:
         return x
-    return core.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], core.int64, True, 1, _semantic=_semantic)
+    return asm("mov.b64 $0, $1;", "=l,l", [x], core.int64, _semantic)
 
 
 @primitive

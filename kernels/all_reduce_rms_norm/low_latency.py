@@ -3,8 +3,8 @@
 Words have 12 bytes of data and 4 of flag (shared.flagged). A thread has four words, which are three accesses of 16
 bytes. `PARTS` programs share a token, by default one has it where it is no longer than its threads hold; each adds the
 squares of its columns, and they tell each other the sums. On 2 x H100 1 and 16 tokens of 8192 take 9.1 and 10.0 us with
-one program a token, 9.0 and 10.9 with two, 9.1 and 10.9 with eight (benchmarks/results/all_reduce_rms_norm_2.json).
-With more GPUs that has not been measured.
+one program a token, 9.0 and 10.9 with two, 9.1 and 10.9 with eight (all_reduce_rms_norm_tried_2.json in
+benchmarks/results). With more GPUs that has not been measured.
 
 Nothing is loaded between the arrival of the last word and the last store: x, residual and weight are in registers
 before, and the new residual stays there.

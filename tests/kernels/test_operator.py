@@ -277,12 +277,23 @@ def test_a_named_form_copies_nothing_into_the_heap() -> None:
 
 
 def test_ranks_that_copy_different_tensors_are_told() -> None:
+    """Where peers access x in the form that is taken, as over nodes."""
+
+    def main(world: Any) -> None:
+        x = pkt.ones(8)
+        pkt.all_reduce(x if world.rank else x.plain().clone(), world=world)
+
+    with pytest.raises(pkt.CollectiveMismatch, match="plain='x'"):
+        pkt.launch(main, ranks=2, node_size=1, device="cpu")
+
+
+def test_ranks_that_take_different_forms_are_told() -> None:
     def main(world: Any) -> None:
         x = pkt.ones(8, dtype=torch.float64)  # of which there are no flagged words
         pkt.all_gather(x if world.rank else x.plain().clone(), world=world)
 
-    with pytest.raises(pkt.CollectiveMismatch, match="plain='x'"):
-        pkt.launch(main, ranks=2, device="cpu", heap="64MiB")
+    with pytest.raises(pkt.CollectiveMismatch, match=r"mode='inbox'\).*mode='pull'\)"):
+        pkt.launch(main, ranks=2, device="cpu")
 
 
 def rows_of(name: str) -> int:

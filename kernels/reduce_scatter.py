@@ -31,7 +31,7 @@ from .operator import Operator
 from .shared import copies, copy_reduce, flagged, nodes, nodes_rules, runs
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
-from .shared.inbox import await_sent, in_inbox, parcels
+from .shared.inbox import await_sent, in_inbox, parcels, send_tiles
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
 COPIED_BYTES = 512 << 20
@@ -89,14 +89,7 @@ def push_kernel(
     mine = tl.cdiv(part.tiles - pid, programs)
     for first in range(-(pid % TOGETHER), mine, TOGETHER):
         begin, end = tl.maximum(first, 0), tl.minimum(first + TOGETHER, mine)
-        for t in range(begin, end):
-            row, col, inside = runs.tile(pid + t * programs, part)
-            for i in tl.static_range(1, world.size):
-                peer = (rank + i) % world.size
-                x = tl.load(x_ptr + runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
-                at = in_inbox(inbox_ptr, sent, world.size - i, world, ROOM) + (t - first) * TILE
-                pl.store(at + element, x, peer, world)
-        pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
+        send_tiles(x_ptr, inbox_ptr, counts, sent, first, begin, end, part, 1, world, world.size, TOGETHER)
         await_sent(counts, sent, world)
         for t in range(begin, end):
             row, col, inside = runs.tile(pid + t * programs, part)

@@ -110,6 +110,27 @@ def await_sent(counts, sent, world):
 
 
 @triton.jit
+def send_tiles(
+    x_ptr, inbox_ptr, counts, sent, first, begin, end, part, together, world,
+    PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Store tiles `begin` to `end` of this program into the inboxes of the others, and signal. first: of the tiles that
+    belong to the signal. x is (rows / together, PARTS, together, run); [:, r] is for rank r, of one part for all."""
+    TILE: tl.constexpr = part.ROWS * part.COLS
+    rank = tl.cast(world.rank, tl.int32)
+    element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
+    for t in range(begin, end):
+        row, col, inside = runs.tile(tl.program_id(0) + t * tl.num_programs(0), part)
+        for i in tl.static_range(1, world.size):
+            peer = (rank + i) % world.size
+            place = x_ptr + runs.stacked(row, col, part, peer % PARTS, PARTS, together)
+            x = tl.load(place, mask=inside, other=0)
+            at = in_inbox(inbox_ptr, sent, world.size - i, world, TOGETHER * TILE) + (t - first) * TILE
+            pl.store(at + element, x, peer, world)
+    pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
+
+
+@triton.jit
 def exchange_kernel(
     x_ptr,  # (rows / together_x, PARTS, together_x, run) this rank's; [:, r] is for rank r, of one part for all
     out_ptr,  # (rows / together_out, size, together_out, run) this rank's; [:, r] is from rank r
@@ -134,15 +155,7 @@ def exchange_kernel(
     mine = tl.cdiv(part.tiles - pid, programs)
     for first in range(-(pid % TOGETHER), mine, TOGETHER):
         begin, end = tl.maximum(first, 0), tl.minimum(first + TOGETHER, mine)
-        for t in range(begin, end):
-            row, col, inside = runs.tile(pid + t * programs, part)
-            for i in tl.static_range(1, world.size):
-                peer = (rank + i) % world.size
-                place = x_ptr + runs.stacked(row, col, part, peer % PARTS, PARTS, together_x)
-                x = tl.load(place, mask=inside, other=0)
-                at = in_inbox(inbox_ptr, sent, world.size - i, world, ROOM) + (t - first) * TILE
-                pl.store(at + element, x, peer, world)
-        pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
+        send_tiles(x_ptr, inbox_ptr, counts, sent, first, begin, end, part, together_x, world, PARTS, TOGETHER)
         for t in range(begin, end):
             row, col, inside = runs.tile(pid + t * programs, part)
             x = tl.load(x_ptr + runs.stacked(row, col, part, rank % PARTS, PARTS, together_x), mask=inside)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, waiting_table
+from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, traceback_text, waiting_table
 
 E = TypeVar("E", bound="PktError")
 
@@ -357,6 +357,7 @@ class RankFailed(PktError):
     def raised(
         cls, rank: int, traceback: str, seed: int | None = None, also: Mapping[int, str] | None = None
     ) -> RankFailed:
+        traceback = traceback_text(traceback)
         text = f"rank {rank} raised:\n\n{traceback.rstrip()}"
         if also:
             text += f"\n\nthe other ranks: {ranks_text(also)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,9 +73,19 @@ def dtype_text(dtype: Any) -> str:
 
 def file_text(path: str) -> str:
     """A file of source as messages name it: `train.py`; `In[3]` for the third cell of a notebook."""
+    return _cell(path) or os.path.basename(path)
+
+
+def _cell(path: str) -> str:
+    """`In[3]` where the file is the third cell of this notebook, else ""."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell.compile.format_code_name(path) if shell is not None else None
-    return cell[1] if cell is not None and cell[0] == "Cell" else os.path.basename(path)
+    return cell[1] if cell is not None and cell[0] == "Cell" else ""
+
+
+def traceback_text(text: str) -> str:
+    """A traceback whose files are named by their paths, or `In[3]` for the third cell of this notebook."""
+    return re.sub('(?<=^  File ")[^"]+', lambda path: _cell(path[0]) or path[0], text, flags=re.MULTILINE)
 
 
 def program_text(program: int | Sequence[int]) -> str:

@@ -157,6 +157,16 @@ def test_a_simulation_runs_in_ipython() -> None:
     assert shell.user_ns["result"] == [3.0, 6.0]
 
 
+def test_the_traceback_of_a_rank_names_the_cell() -> None:
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    text = 'import pkt\ndef main(world):\n    raise ValueError("no")\npkt.launch(main, 2, "cpu")'
+    with pytest.raises(pkt.RankFailed) as caught:
+        shell.run_cell(text, store_history=True).raise_error()
+    cell = f'  File "In[{shell.execution_count - 1}]", line 3, in main\n    raise ValueError("no")'
+    assert cell in caught.value.traceback
+    assert cell in str(caught.value)
+
+
 # -- nothing stays patched -------------------------------------------------------------------------------------------
 
 OWNERS = [

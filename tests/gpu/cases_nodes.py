@@ -171,7 +171,7 @@ def again() -> None:
         with pkt.init(HEAP, timeout=SECONDS) as world:
             bases.append(world.backend.base)
             x = torch.full((777,), float(world.rank + turn), device=world.torch_device)
-            found = pkt.all_reduce(x, mode="nodes")
+            found = pkt.all_reduce(x)
             assert found.eq(1 + 2 * turn).all()
     assert len(set(bases)) == 1
     with pkt.init("1100MiB", timeout=SECONDS) as world:  # more than NVSHMEM was told at its start
@@ -190,9 +190,10 @@ def late(how: str) -> None:
     print(f"{how}, after {taken:.1f} s: {caught.value}", flush=True)
     assert taken < 30
     if os.environ["RANK"] == "0":
-        assert isinstance(caught.value, WaitTimeout)
-        assert "drop_kernel" in str(caught.value)
-        assert "flags[" in str(caught.value)
+        text = str(caught.value)  # by itself, or as rank 1 said before it left: in a barrier both wait
+        assert isinstance(caught.value, WaitTimeout) or "gave up: WaitTimeout" in text
+        assert "drop_kernel" in text
+        assert "flags[" in text
 
 
 def dropped(how: str) -> None:

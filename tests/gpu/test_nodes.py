@@ -73,7 +73,8 @@ def outcomes() -> tuple[dict[str, list[str]], list[int]]:
                 found[name].append(f"rank {rank}: {text}")
         if "\n".join(lines).count("END rank") == 2:
             break
-        culprit = next((name for name in left if len(found[name]) < 2), left[-1])
+        wrong = (name for name in left if any("WRONG" in line for line in found[name]))
+        culprit = next(wrong, next((name for name in left if len(found[name]) < 2), left[-1]))
         found[culprit].append("the job ended: " + " | ".join(lines[-12:]))
         left = left[left.index(culprit) + 1 :]
     for name in left:

@@ -171,7 +171,8 @@ def _activate(
     world, (M, N) = world_of("grouped_activation", world, x), x.shape
     out = torch.empty(M, N // columns_each(activation), dtype=x.dtype, device=x.device)
     if out.numel():
-        beside(activate_kernel, _grid(M, N, world), x, offsets, out, M, N, len(offsets) - 1, clear, activation, *BLOCK)
+        numbers = M, N, len(offsets) - 1, clear, activation, *BLOCK
+        beside(world, activate_kernel, _grid(M, N, world), x, offsets, out, *numbers)
     return out
 
 
@@ -187,7 +188,8 @@ def _derive(
     world, (M, N) = world_of("grouped_activation", world, x), x.shape
     out = torch.empty_like(x)
     if out.numel():
-        beside(derive_kernel, _grid(M, N, world), x, grad, offsets, out, M, N, len(offsets) - 1, activation, *BLOCK)
+        numbers = M, N, len(offsets) - 1, activation, *BLOCK
+        beside(world, derive_kernel, _grid(M, N, world), x, grad, offsets, out, *numbers)
     return out
 
 

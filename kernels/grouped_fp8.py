@@ -117,7 +117,7 @@ def multiply(
     steps = (*_steps(of_x), *_steps(of_w))
     constants = triton.next_power_of_2(experts), transposed, *held[:4]
     beside(
-        grouped_fp8_kernel, (grid,), x, w, of_x, of_w, offsets, out, M, N, K, experts, *steps, *constants,
+        world, grouped_fp8_kernel, (grid,), x, w, of_x, of_w, offsets, out, M, N, K, experts, *steps, *constants,
         **held.launch_options(),
     )  # fmt: skip
     if clear:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
-from pkt.runtime.launch.launch import beside, provide_scratch
+from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.world import World
 
 from . import gradients, grouped_fp8, grouped_gradients
@@ -169,7 +169,12 @@ def _multiply(
     held = None
     if tiles is not None:
         held = products.tiles(Call("grouped_matmul", world, {}, {}, {}, None), "tiles", tiles)
-    planned(world, x, w, transposed, held, clear)(x, w, offsets, out)
+    rows = w.transpose(1, 2) if transposed else w
+    key = planned, x.shape, w.shape, x.dtype, transposed, aligned(x, rows), held, clear
+    launch = world.plans.get(key)
+    if launch is None:
+        launch = world.plans[key] = planned(world, x, w, transposed, held, clear)
+    launch(x, w, offsets, out)
     return out
 
 
@@ -183,14 +188,10 @@ def planned(
     rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
     grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
     constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
-    options = held.launch_options()
-
-    def start(*tensors: torch.Tensor) -> None:
-        beside(grouped_matmul_kernel, (grid,), *tensors, M, N, K, experts, *constants, **options)
+    start = beside_launch(world, grouped_matmul_kernel, (grid,), **held.launch_options())
 
     def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-        provide_scratch()
-        start(x, w, offsets, out)
+        start(x, w, offsets, out, M, N, K, experts, *constants)
         if clear:
             clear_rows(out, offsets, world)
 

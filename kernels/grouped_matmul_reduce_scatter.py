@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.runtime.launch.launch import beside
+from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 
@@ -147,6 +147,7 @@ def _plan_unfused(call: Call) -> Launch:
     cols = min(1024, triton.next_power_of_2(N))
     rows = min(triton.next_power_of_2(S), ADDED // cols)
     grid = (max(1, min(world.num_sms, triton.cdiv(S, rows))),)
+    add = beside_launch(world, token_sums_kernel, grid, **COPY_OPTIONS)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any,
@@ -156,7 +157,7 @@ def _plan_unfused(call: Call) -> Launch:
         multiply(x, w, offsets, y)
         if world.streams is not None:
             world.streams.follow()  # the last call may have another stream, and still read the sums
-        beside(token_sums_kernel, grid, y, tokens, weights, sums, S, N, K, rows, cols, **COPY_OPTIONS)
+        add(y, tokens, weights, sums, S, N, K, rows, cols)
         scatter(sums, plain(out))
         return out
 

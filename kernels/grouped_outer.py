@@ -114,8 +114,8 @@ def _outer(
         return out
     grid = min(experts * triton.cdiv(K, held.block_m) * triton.cdiv(N, held.block_n), world.num_sms)
     beside(
-        grouped_outer_kernel, (grid,), x, y, offsets, out, M, N, K, experts, held.block_m, held.block_n, held.block_k,
-        held.group, **held.launch_options(),
+        world, grouped_outer_kernel, (grid,), x, y, offsets, out, M, N, K, experts, held.block_m, held.block_n,
+        held.block_k, held.group, **held.launch_options(),
     )  # fmt: skip
     return out
 
@@ -160,4 +160,4 @@ def clear(out: torch.Tensor, offsets: torch.Tensor, world: World) -> None:
     (M, N), rows = out.shape, 16
     if out.numel():
         grid = (min(triton.cdiv(M, rows), world.num_sms),)
-        beside(clear_kernel, grid, out, offsets, M, N, len(offsets) - 1, rows, 256)
+        beside(world, clear_kernel, grid, out, offsets, M, N, len(offsets) - 1, rows, 256)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -351,13 +351,14 @@ def _unfused(call: Call) -> Launch:
     grid, turns = (b * s, triton.cdiv(heads_of_all, together)), _turns(call)
     numbers = s, every, call["h"], call["qk_heads"] or 0, float(call["eps"])
     constants = d, triton.next_power_of_2(max(d // 2, 1)), together
+    turn = beside_launch(world, turn_kernel, grid)
 
     def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Any, *angles: Any) -> torch.Tensor:
         multiply(world, plain(x).view(b * s, k), plain(weight).flatten(1), flat)
         if bias is not None:
             flat.add_(plain(bias).view(-1))
         if turns:
-            beside(turn_kernel, grid, whole, *angles, *numbers, *constants)
+            turn(whole, *angles, *numbers, *constants)
         move(whole, out)
         return out
 

@@ -285,7 +285,7 @@ class Buffer:
         if x.shape[1] % GROUP:
             wanted = f"a multiple of {GROUP} columns, or use_fp8=False"
             raise ShapeError.argument(where, "x", tuple(x.shape), wanted, self.rank)
-        return quantized(x.contiguous(), LEAST_SCALE)
+        return quantized(self.world, x.contiguous(), LEAST_SCALE)
 
     def _check_idx(self, where: str, topk_idx: torch.Tensor, num_experts: int) -> None:
         """Raise ShapeError unless there are so many experts for each rank, and topk_idx is (T, K)."""

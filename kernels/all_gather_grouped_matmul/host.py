@@ -94,7 +94,7 @@ def all_gather_grouped_matmul(
 def _plan_unfused(call: Call) -> Launch:
     world, size, x, w = call.world, call.world.size, plain(call["x"]), plain(call["w"])
     (T, H), (E, _, N), R = x.shape, w.shape, call.sizes["r"]
-    sort, clear = sorting.planned(call, ALL_GATHER.planned), bool(call["clear"])
+    sort, spread = sorting.planned(call, ALL_GATHER.planned), sorting.spreading(call)
 
     def new(rows: int) -> torch.Tensor:
         return torch.empty(rows, H, dtype=x.dtype, device=x.device)
@@ -102,7 +102,7 @@ def _plan_unfused(call: Call) -> Launch:
     gather = ALL_GATHER.planned(world, x, new(size * T)) if T * H else None
     multiply = None
     if R * E * H * N:
-        multiply = grouped.planned(world, new(R), w, stored(w)[1], call["tiles"], clear)
+        multiply = grouped.planned(world, new(R), w, stored(w)[1], call["tiles"], bool(call["clear"]))
 
     def launch(
         x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, product: torch.Tensor, *others: Any
@@ -112,7 +112,7 @@ def _plan_unfused(call: Call) -> Launch:
         if gather is not None:
             gather(plain(x), whole)
         if multiply is not None:
-            multiply(sorting.spread(world, whole, found, to[1]), plain(w), to[1], plain(product))
+            multiply(spread(whole, found, to[1]), plain(w), to[1], plain(product))
         else:
             plain(product).zero_()
         return product, *others

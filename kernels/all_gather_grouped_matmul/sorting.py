@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.runtime.launch.launch import beside
+from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.world import World
 
 from ..declaration import Call, Launch
@@ -226,29 +226,35 @@ def planned(call: Call, gather: Any) -> Any:
 
     move: Launch | None = gather(world, int32(T, 2 * K), int32(size * T, 2 * K)) if T * K else None
 
-    def start(kernel: Any, programs: int, *tensors: Any) -> None:
-        beside(kernel, (programs,), *tensors, sized)
+    pack = beside_launch(world, pack_kernel, (packers,))
+    count, number = (beside_launch(world, kernel, (size * shares,)) for kernel in (count_kernel, number_kernel))
 
     def sort(idx: torch.Tensor, weights: torch.Tensor, to: Routes) -> Sorted:
         mine = int32(T, 2 * K)
-        start(pack_kernel, packers, idx, weights, mine)
+        pack(idx, weights, mine, sized)
         packed, hist = int32(size * T, 2 * K), int32(size * shares, E)
         found = Sorted(int32(size + 1, E), int32(R), int32(1))
         if move is not None:
             move(mine, packed)
-        start(count_kernel, size * shares, packed, hist)
-        start(number_kernel, size * shares, packed, hist, to, found, world.rank)
+        count(packed, hist, sized)
+        number(packed, hist, to, found, world.rank, sized)
         return found
 
     return sort
 
 
-def spread(world: World, whole: torch.Tensor, found: Sorted, offsets: torch.Tensor) -> torch.Tensor:
-    """The rows (R, H) of a grouped product, from the tokens of all ranks; those behind the last expert's undefined."""
-    R, H = len(found.row_tokens), whole.shape[1]
-    rows, cols = whole.new_empty(R, H), min(1024, triton.next_power_of_2(H))
-    high = min(triton.next_power_of_2(R), COPY_BYTES // (cols * whole.dtype.itemsize))
+def spreading(call: Call) -> Any:
+    """spread(whole, Sorted, offsets) -> the rows (R, H) of a grouped product, from the tokens (W * T, H) of all ranks;
+    those behind the last expert's undefined."""
+    world, R, H, E = call.world, call.sizes["r"], call["h"], call.sizes["e"]
+    cols = min(1024, triton.next_power_of_2(max(H, 1)))
+    high = min(triton.next_power_of_2(max(R, 1)), COPY_BYTES // (cols * call.dtype.itemsize))
     grid = (max(1, min(world.num_sms, triton.cdiv(R, high))),)
-    tensors = whole, found.row_tokens, offsets, rows
-    beside(spread_kernel, grid, *tensors, H, len(offsets) - 1, high, cols, **COPY_OPTIONS)
-    return rows
+    start = beside_launch(world, spread_kernel, grid, **COPY_OPTIONS)
+
+    def spread(whole: torch.Tensor, found: Sorted, offsets: torch.Tensor) -> torch.Tensor:
+        rows = whole.new_empty(R, H)
+        start(whole, found.row_tokens, offsets, rows, H, E, high, cols)
+        return rows
+
+    return spread

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.language import ptx
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty
 
 from ..all_reduce import OPERATOR as ALL_REDUCE
@@ -167,14 +167,12 @@ def unfused(call: Call) -> Launch:
     total = world.keep((name, T, H, call.dtype), lambda: empty(T, H, dtype=call.dtype, name=name, world=world))
     reduce = ALL_REDUCE.planned(world, call["x"], total)
     p, programs = row_tiles.rows(world, call.shape, call.dtype, 1)
+    start = beside_launch(world, norm_kernel, (programs,), **COPY_OPTIONS)
 
     def launch(*tensors: torch.Tensor) -> Any:
         x, residual, weight, out, new, scales = tensors
         reduce(x, total)
-        beside(
-            norm_kernel, (programs,), total, residual, weight, out, new, scales, eps, p, world.device, quant,
-            **COPY_OPTIONS,
-        )  # fmt: skip
+        start(total, residual, weight, out, new, scales, eps, p, world.device, quant)
         return out, new, scales
 
     return launch

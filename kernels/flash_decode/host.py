@@ -30,7 +30,7 @@ import triton.language as tl
 
 from pkt.errors import DtypeError
 from pkt.runtime.groups import process_group
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -345,11 +345,12 @@ def _gathered(make: Callable[[Call, SymmetricTensor, SymmetricTensor], Callable[
         decode, everybodys, size = _decode(call, False), _results(call, call.world.size), call.world.size
         gather = make(call, decode.memory, everybodys)
         grid = (triton.cdiv(math.prod(call.shape[:3]), decode.take),)
+        merge = beside_launch(call.world, combine_kernel, grid)
 
         def launch(*tensors: Any) -> Any:
             decode.launch(tensors)
             gather()
-            beside(combine_kernel, grid, decode.argument(tensors, everybodys), size, decode.take)
+            merge(decode.argument(tensors, everybodys), size, decode.take)
             return tensors[OUT], tensors[-1]
 
         return launch

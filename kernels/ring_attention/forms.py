@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 import triton.language as tl
 
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -131,13 +131,8 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
         q_ptr=None, k_ptr=None, v_ptr=None, spans_ptr=None, out_ptr=None, lse_ptr=None, **{**blank, **buffers},
         **sizes(call, plan), num_comm_sms=pushing, WAY=tl.constexpr(way),
     )[6:]  # fmt: skip
-    options = plan.tiles.options
-    if way == "gathered":  # it waits for nobody
-
-        def start(*arguments: Any) -> None:
-            beside(attention_kernel, (programs,), *arguments, **options)
-    else:
-        start = cooperative_launch(world, attention_kernel, (programs,), **options)
+    prepare = beside_launch if way == "gathered" else cooperative_launch  # gathered, it waits for nobody
+    start = prepare(world, attention_kernel, (programs,), **plan.tiles.options)
     packed, total = call["cu_seqlens"] is not None, s * world.size
     device, layout = world.torch_device, call["layout"]
     at = outside_pools(lambda: sequence.positions(s, layout, world.rank, world.size).int().to(device), device)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 
@@ -179,6 +179,7 @@ def planned_parts(call: Call) -> Launch:
     start = cooperative_launch(call.world, copies.begin_kernel, (1,), num_warps=1)
     firsts = (0, *(seen.queries.start for _, seen in ring.seen))
     programs, block_d = ring.b * ring.h * triton.cdiv(ring.s, ROWS), triton.next_power_of_2(max(ring.d, 16))
+    merge = beside_launch(call.world, merge_kernel, (programs,))
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
@@ -193,9 +194,7 @@ def planned_parts(call: Call) -> Launch:
                 keys, values = (x[distance - 1, :, seen.keys] for x in ring.arrived)
                 found.append(ring.kernel.attend(q[:, seen.queries], keys, values, False, ring.scale))
             outs, lses = zip(*found)
-            beside(
-                merge_kernel, (programs,), outs, lses, firsts, out, lse, ring.s, ring.h, ring.d, block_d, ROWS
-            )  # fmt: skip
+            merge(outs, lses, firsts, out, lse, ring.s, ring.h, ring.d, block_d, ROWS)
         ring.end()
         return out, lse
 
@@ -207,14 +206,14 @@ def planned_backward(call: Call) -> Launch:
     ring, home = Ring(call), windows(call, f"{call.name}.home")
     rank, size = call.world.rank, call.world.size
     sends = [ring.to_peer(d, (rank - d) % size, seen, False, home, size - 2 + d) for d, seen in ring.seen]
-    parts_home = ring.received(home)
+    parts_home, next_ = ring.received(home), beside_launch(call.world, next_kernel, (1,), num_warps=1)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
         out: torch.Tensor, dlse: None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
     ) -> Any:  # fmt: skip
         sent: list[list[torch.Tensor]] = []  # alive until the copy engines have read them
-        beside(next_kernel, (1,), ring.number, num_warps=1)
+        next_(ring.number)
         ring.begin(k, v)
         if ring.kernel is not None and q.numel():
             kernel, scale = ring.kernel, ring.scale

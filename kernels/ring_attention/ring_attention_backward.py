@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from pkt.errors import ShapeError
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.world import World
@@ -199,9 +199,8 @@ def _fused(call: Call) -> Launch:
     positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
     new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
-
-    def start(*tensors: Any) -> None:  # it waits for nobody
-        beside(rows_kernel, (triton.cdiv(n, ROWS),), *tensors, n, s, h, d, block_d, ROWS)
+    of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
+    of_parts = beside_launch(world, keys_kernel, (b * pieces * world.size,), **key_tiles.options)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
@@ -210,11 +209,11 @@ def _fused(call: Call) -> Launch:
     ) -> Any:  # fmt: skip
         rows = new_rows()
         documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
-        start(result, dout, lse, dlse, rows)
+        of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
         tensors = q, k, v, dout, documents, rows, out, dk, dv
         of_queries(Backward(*tensors, *same), world.device)
         of_keys = Backward(*tensors, *behind)
-        beside(keys_kernel, (b * pieces * world.size,), of_keys, world.device, **key_tiles.options)
+        of_parts(of_keys, world.device)
         add(of_keys, world.device)
         return out, dk, dv
 

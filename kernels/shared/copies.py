@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
@@ -150,10 +150,11 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
     driver does."""
     engines = world.backend.copies
     if engines is None:
+        start = beside_launch(world, copy_kernel, (1,))
 
         def simulate(x: torch.Tensor, stream: int | None) -> None:
             for box in what:
-                beside(copy_kernel, (1,), target, x, *box, world.device, 1024)
+                start(target, x, *box, world.device, 1024)
 
         return simulate
     itemsize, to, here = target.element_size(), target.data_ptr(), world.backend.window(world.rank)
@@ -241,8 +242,8 @@ def telling(world: World, peer: int, counters: SymmetricTensor, at: int) -> Send
     if world.backend.copies is not None:
         word, words = layout(1), layout(counters.numel())
         return sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
-    number = counters[-1:]
-    return lambda this, stream: beside(tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1)
+    start, number = beside_launch(world, tell_kernel, (1,), num_warps=1), counters[-1:]
+    return lambda this, stream: start(counters[at:], number, peer, world.device)
 
 
 class Gathering(NamedTuple):

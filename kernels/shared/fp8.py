@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import beside
+from pkt.runtime.world import World
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128
@@ -56,11 +57,12 @@ def quantize_kernel(
     tl.store(scales_ptr + row * (H // _GROUP) + group, scale, mask=(row < T) & (group < H // _GROUP))
 
 
-def quantized(x: torch.Tensor, least: float = LEAST_SCALE) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(world: World, x: torch.Tensor, least: float = LEAST_SCALE) -> tuple[torch.Tensor, torch.Tensor]:
     """(elements, fp8 (T, H); scales, fp32 (T, H / 128)) of x (T, H), contiguous, of which H is a multiple of 128."""
     T, H = x.shape
     out, scales = torch.empty_like(x, dtype=FP8), x.new_empty(T, H // GROUP, dtype=torch.float32)
     if x.numel():
         rows, cols = BLOCK
-        beside(quantize_kernel, (triton.cdiv(T, rows), triton.cdiv(H, cols)), x, out, scales, T, H, least, rows, cols)
+        grid = triton.cdiv(T, rows), triton.cdiv(H, cols)
+        beside(world, quantize_kernel, grid, x, out, scales, T, H, least, rows, cols)
     return out, scales

@@ -97,6 +97,10 @@ def eager_worlds(
 
         return start
 
+    def beside(world: Any, kernel: Any, grid: Any, **options: Any) -> Callable[..., None]:
+        driver, do = world.backend.driver, known.get(kernel.__name__)
+        return lambda *args: driver.queue("launch", (lambda: do(world, *args)) if do else _nothing)
+
     def opened(world: Any) -> Any:
         cuda = ranks[threading.get_ident()] = Cuda(world.backend.driver.calls)
         # The fake driver's memory is this process's own.
@@ -122,8 +126,9 @@ def eager_worlds(
     operators()  # loads them
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("pkt.kernels.") and hasattr(module, "cooperative_launch"):
-                stack.enter_context(mock.patch.object(module, "cooperative_launch", launched))
+            for made, by in (("cooperative_launch", launched), ("beside_launch", beside)):
+                if name.startswith("pkt.") and hasattr(module, made):
+                    stack.enter_context(mock.patch.object(module, made, by))
         stack.enter_context(mock.patch.object(copies.Side, "__init__", on_a_side))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", current))
         stack.enter_context(mock.patch.object(replay, "KNOWN", True))

@@ -120,6 +120,33 @@ def test_a_kernel_is_repeated_from_the_third_launch_on(monkeypatch):
     assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
+def test_a_launch_beside_is_repeated_for_the_same_grid_and_numbers_and_follows_no_call(monkeypatch):
+    said = []
+
+    class Kernel:
+        def run(self, *args, warmup, **options):
+            said.append(("run", args, options))
+            return "compiled"
+
+    class FakeWorld:
+        plans = {}
+        streams = SimpleNamespace(handle=lambda: 5, follow=lambda: pytest.fail("ordered with the last call"))
+
+    def repeated(kernel, compiled, grid, args, named):
+        return lambda now, stream: said.append(("repeat", now, stream)) or (compiled if now[1:] == args[1:] else None)
+
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
+    monkeypatch.setattr(launch, "repeated", repeated)
+    kernel = Kernel()
+    calls = [(kernel, (8,), "x", 3), (kernel, (8,), "x", 4), (kernel, (9,), "x", 3)] * 3
+    for call in calls:
+        assert launch.beside(FakeWorld, *call, num_warps=4) == "compiled"
+    runs = [("run", call[2:], {"num_warps": 4, "grid": call[1]}) for call in calls[:6]]
+    assert said == runs + [("repeat", call[2:], 5) for call in calls[6:]]
+    assert launch.beside(FakeWorld, *calls[0], num_warps=8) == "compiled"
+    assert said[-1] == ("run", calls[0][2:], {"num_warps": 8, "grid": (8,)})
+
+
 def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):
     """Triton's run returns None if a hook of the user takes over the compilation."""
 

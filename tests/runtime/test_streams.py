@@ -260,7 +260,7 @@ def test_cooperative_orders_before_it_launches():
     assert len(said) == 3
 
 
-LAUNCHERS = {"cooperative_launch", "resident_launch", "beside", "pushed"}
+LAUNCHERS = {"cooperative_launch", "resident_launch", "beside_launch", "beside", "pushed"}
 """resident_launch and pushed, of dispatch, are the operators' own, and call cooperative_launch."""
 
 

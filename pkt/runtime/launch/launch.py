@@ -1,4 +1,4 @@
-"""Launches of kernels whose programs wait for each other: all resident, and after the world's last call."""
+"""Launches of an operator's kernels: of those whose programs wait for each other, and of those beside them."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def provide_scratch() -> None:
 def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., Any]:
     """start(*args): kernel[grid](*args, **options), after the world's last call on whatever stream (see `streams`).
 
-    Every operator of pkt.kernels is launched like this, because its programs wait for each other or for peers, so all
-    must be resident. The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses, and
-    Unsupported where one program alone needs more than an SM has.
+    Every kernel whose programs wait for each other or for peers is launched like this, so all of them must be resident.
+    The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses, and Unsupported where
+    one program alone needs more than an SM has.
     Nodes of a graph are made ordinary once their grid is known to fit: a cooperative node makes a replay a microsecond
     or two slower (an all-reduce of 16 KiB takes 8.7 us instead of 7.8 on 4 x H200). No other operator of the world runs
     beside such a node, and all other kernels end, so all its programs become resident. From the third launch on
     `relaunch` repeats the launch.
     """
     streams = world.streams
-    last: Any = None
-    repeat: Repeat | None = None
-    # kernel[grid] packs all options twice at each launch: half the host time of a launch with twenty of them.
     named = options | {"launch_cooperative_grid": True, "grid": grid}
+    launch = _repeating(world, kernel, grid, named)
+    if streams is None:
+        return launch
 
     def fit(compiled: Any, refusal: RuntimeError | None = None) -> None:
         per_sm, programs = resident_per_sm(compiled), math.prod(grid)
@@ -54,18 +54,9 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
             raise GridTooLarge.resident(kernel.__name__, programs, world.num_sms, per_sm, world.rank) from refusal
 
     def start(*args: Any) -> Any:
-        nonlocal last, repeat
-        if streams is None:
-            return kernel.run(*args, warmup=False, **named)
         captured = streams.follow()
-        provide_scratch()
         try:
-            compiled = repeat(args, streams.handle()) if repeat is not None else None
-            if compiled is None:
-                compiled = kernel.run(*args, warmup=False, **named)
-                if compiled is not None and compiled is last:  # a kernel that is launched repeatedly
-                    repeat = repeated(kernel, compiled, grid, args, named)
-                last = compiled
+            compiled = launch(*args)
         except OutOfResources as error:
             what = kernel.__name__, error.name, error.required, error.limit
             raise Unsupported.resources(*what, world.rank) from error
@@ -83,15 +74,48 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
     return start
 
 
+def beside_launch(world: World, kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., Any]:
+    """start(*args): kernel[grid](*args, **options) on the current stream, not ordered with the world's other calls: for
+    a part of an operator that must not wait for another kernel. From the third launch on `relaunch` repeats it."""
+    return _repeating(world, kernel, grid, options | {"grid": grid})
+
+
+def _repeating(world: World, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> Callable[..., Any]:
+    """start(*args): kernel.run(*args, **named), which returns the compiled kernel. kernel[grid] would pack all options
+    twice at each launch: half the host time of a launch with twenty of them."""
+    streams = world.streams
+    last: Any = None
+    repeat: Repeat | None = None
+
+    def start(*args: Any) -> Any:
+        nonlocal last, repeat
+        if streams is None:
+            return kernel.run(*args, warmup=False, **named)
+        provide_scratch()
+        compiled = repeat(args, streams.handle()) if repeat is not None else None
+        if compiled is None:
+            compiled = kernel.run(*args, warmup=False, **named)
+            if compiled is not None and compiled is last:  # a kernel that is launched repeatedly
+                repeat = repeated(kernel, compiled, grid, args, named)
+            last = compiled
+        return compiled
+
+    return start
+
+
 def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """One such launch, for a kernel that is launched once."""
     return cooperative_launch(world, kernel, grid, **options)(*args)
 
 
-def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """kernel[grid](*args, **options), not ordered with the world's other calls: for a part of an operator that runs
-    beside its other kernels, on a stream that the operator forks and joins. It must not wait for another kernel."""
-    return kernel[grid](*args, **options)
+def beside(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Such a launch, for functions that plan nothing: the world keeps what launches for the same grid and numbers."""
+    numbers = tuple(x for x in args if isinstance(x, (int, str)))
+    key = beside, id(kernel), grid, numbers, *options.items()  # Triton's hash of a kernel takes 15 us
+    start = world.plans.get(key)
+    if start is None:
+        start = world.plans[key] = beside_launch(world, kernel, grid, **options)
+    return start(*args)
 
 
 def resident_per_sm(compiled: Any) -> int:

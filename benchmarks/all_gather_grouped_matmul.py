@@ -6,7 +6,7 @@
 7168 -> 2 * 2048 columns, of which each rank has its share for every expert. "T = 4096" are the tokens of all ranks, and
 "skewed" ones choose experts by Zipf's law. "product alone" is the grouped product of rows that are here already, so its
 result is not checked. "NCCL + torch._grouped_mm" gathers tokens and choices, sorts them, and multiplies. Variants named
-"captured" are replayed CUDA graphs. It has not run on GPUs.
+"captured" are replayed CUDA graphs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 2048 -> 7168, of which each rank has its share of the 2048 rows of every expert. Sizes and routings are those of
 benchmarks/all_gather_grouped_matmul.py. "product alone" exchanges and adds nothing, so its result is not checked.
 "torch._grouped_mm + NCCL" multiplies, adds each token's rows in fp32, and reduces with NCCL. Variants named "captured"
-are replayed CUDA graphs. It has not run on GPUs.
+are replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,11 @@ from benchmarks.all_gather_grouped_matmul import CHOSEN, EXPERTS, F, H, cases, r
 
 __all__ = ["cases"]
 TITLE = "Experts' product + reduce-scatter, bf16"
-PLAIN: dict[str, dict[str, Any]] = {"pkt unfused": {"mode": "unfused"}, "pkt push": {"mode": "push"}}
-QUICK: dict[str, dict[str, Any]] = {
-    "pkt unfused": {"mode": "unfused"},
-    "pkt push": {"mode": "push", "tiles": (16, 16, 16)},
-}
 BASELINES = ("product alone", "torch._grouped_mm + NCCL", "torch._grouped_mm + NCCL, captured")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt unfused, captured", "pkt push, captured", *PLAIN]
+    return ["pkt default"] if device == "cpu" else [*BASELINES, "pkt default, captured", "pkt default"]
 
 
 def case(
@@ -75,13 +70,13 @@ def case(
         dist.reduce_scatter_tensor(out, sums)
         return out
 
-    runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
+    runs = {"pkt default": run()}
     if device.type == "cuda":
         runs |= {
             "product alone": lambda: pkt.grouped_matmul(x, w, where.offsets, clear=False, world=world),
             "torch._grouped_mm + NCCL": with_nccl,
         }
-        for name in ("torch._grouped_mm + NCCL", "pkt unfused", "pkt push"):
+        for name in ("torch._grouped_mm + NCCL", "pkt default"):
             runs[f"{name}, captured"] = captured(runs[name])
     return Case(
         nbytes=2.0 * (size - 1) * each * H,

@@ -5,8 +5,9 @@ token's rows, times their weights, in fp32, in the order in which the token name
 all ranks.
 
 unfused: `grouped_matmul`, a kernel that adds each token's rows into symmetric memory, and pkt's reduce-scatter.
-push: the one launch of `matmul_combine`'s push, in which all ranks have all tokens: the program that completes a
-    token's last row sends the token's sum home. push has not been measured, so it is not the default.
+
+One launch, that of `matmul_combine`'s push, took 1.5 to 9 times as long for 256 to 16384 tokens on 2 x H100
+(`benchmarks/results/grouped_matmul_reduce_scatter_2.json`), so it is gone.
 
 (W - 1) * T * N * itemsize bytes leave and enter each rank, for T tokens of N elements. A row's product and the sum of a
 rank's rows are rounded to the dtype, and so is the sum of all ranks, which is added in fp32 in a fixed order.
@@ -109,7 +110,7 @@ def grouped_matmul_reduce_scatter(
     gathered: Gathered,
     out: torch.Tensor | None = None,
     *,
-    mode: Literal["unfused", "push"] | None = None,
+    mode: Literal["unfused"] | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -121,12 +122,11 @@ def grouped_matmul_reduce_scatter(
     of x's dtype, this rank's tokens; a new tensor where None. Returns `out`. Sums are in fp32; a row's product and the
     sum of a rank's rows are rounded to x's dtype. The order of the sums is fixed. A token without an expert gets 0.
 
-    mode: a form that the top of kernels/grouped_matmul_reduce_scatter.py describes; None takes unfused, because push
-    has not been measured. tiles: of the product, as for `grouped_matmul`.
+    mode: the form, unfused. tiles: of the product, as for `grouped_matmul`.
 
-    Symmetric memory kept: unfused size * T tokens of N elements, and what `reduce_scatter` keeps; push the product, and
-    size * T tokens. Differentiable in x, w and the weights, by `all_gather`, `grouped_matmul` and `grouped_outer`.
-    Raises ShapeError, DtypeError, CollectiveMismatch.
+    Symmetric memory kept: size * T tokens of N elements, and what `reduce_scatter` keeps. Differentiable in x, w and
+    the weights, by `all_gather`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,
+    CollectiveMismatch.
     """
     tokens, places, weights, source, offsets = OPERATOR.handle("gathered", gathered, world)
     if isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided:
@@ -162,13 +162,6 @@ def _plan_unfused(call: Call) -> Launch:
         return out
 
     return launch
-
-
-def _plan_push(call: Call) -> Launch:
-    """That of `matmul_combine`, for ranks of T tokens each."""
-    call.tensors["dispatched.tokens"] = call.tensors["gathered.tokens"]
-    call.given["tokens_per_rank"] = call.sizes["t"]
-    return joined.OPERATOR.forms["push"].plan(call)
 
 
 def _shape(call: Call) -> Shape:
@@ -246,10 +239,6 @@ OPERATOR = Operator(
             _plan_unfused, "the grouped product, each token's sum, and reduce-scatter", MOVES,
             settings={"tiles": None}, roundings=lambda size: 3, small=products.SMALL,
         ),
-        "push": Form(
-            _plan_push, "a token's sum goes home when its last row is there", MOVES,
-            settings={"tiles": None}, roundings=lambda size: 3, small=products.SMALL,
-        ),
     },
     reference=reference,
     bound=bound,
@@ -263,7 +252,7 @@ OPERATOR = Operator(
     cases=(
         Case(
             {"r": 7, "h": 4, "e": 2, "n": 4, "t": 2, "k": 2},
-            arguments={"mode": "push", "given": ("gathered.weights",)}, ranks=2, out="given",
+            arguments={"mode": "unfused", "given": ("gathered.weights",)}, ranks=2, out="given",
             large=LARGE,
         ),
         Case(

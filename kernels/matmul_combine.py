@@ -8,8 +8,8 @@ push: one launch.
        weights, stores the sum at the token's rank, and signals.
     3. Every program takes the ranks' sums of some of this rank's tokens, as they arrive, and adds them.
 
-No program waits before it has computed its tiles, so there are no roles. push has not been measured, so it is not
-the default. Sums are added in the order of combine, and rounded as often.
+No program waits before it has computed its tiles, so there are no roles. push was slower in a layer of experts, as
+kernels/dispatch_matmul.py says, so it is not the default. Sums are added in the order of combine, and rounded as often.
 """
 
 from __future__ import annotations
@@ -276,10 +276,9 @@ def matmul_combine(
     `out`, which is what `combine` makes of `grouped_matmul(x, w, dispatched.offsets)`. Sums are in fp32; a row's
     product, and the sum of a rank's rows, are rounded to x's dtype.
 
-    mode: a form that the top of kernels/matmul_combine.py describes; None takes unfused, because push has not
-    been measured. tiles: of the product, as for `grouped_matmul`. tokens_per_rank: a promise that no rank has more
-    tokens, alike on all ranks. With unfused as for `combine`; push keeps a place for each of them and each rank, or for
-    R, 64 at least, where None.
+    mode: a form that the top of kernels/matmul_combine.py describes; None takes unfused. tiles: of the product, as for
+    `grouped_matmul`. tokens_per_rank: a promise that no rank has more tokens, alike on all ranks. With unfused as for
+    `combine`; push keeps a place for each of them and each rank, or for R, 64 at least, where None.
 
     Symmetric memory kept: as `combine`; push the product, and size * tokens_per_rank tokens. Differentiable in x, w and
     the weights, by `dispatch_again`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,

@@ -281,7 +281,7 @@ def test_host_costs_of_eager_calls_are_counted_without_a_gpu(
     for name, found in figures.items():
         new_results = operators()[name.partition(",")[0]].also  # at other addresses each time, so nothing is replayed
         assert found["driver calls"] == 1 or new_results, name
-        assert (found["driver calls, new"] > 1) == (name in copied), name
+        assert (found["driver calls, new"] > 1) == (name in copied) or new_results, name
         assert found["host"] > 0
     assert "all_gather, copy" in capsys.readouterr().out
 

@@ -22,8 +22,7 @@ TILE = (16, 16, 16, 2)
 
 @pytest.mark.parametrize(("size", "T", "weighted", "sms"), [(2, 70, True, 4), (2, 6, False, 1), (3, 9, True, 2)])
 def test_a_layer(size: int, T: int, weighted: bool, sms: int) -> None:
-    """It is the layer of the whole matrices, launch after launch. A token without experts gets zeros. Two ranks' sums
-    are the same in any order, so both forms give the same bits."""
+    """It is the layer of the whole matrices, launch after launch. A token without experts gets zeros."""
     H, F, E, K = 16, 8, 3, 2
 
     def run(world: Any) -> None:
@@ -36,10 +35,7 @@ def test_a_layer(size: int, T: int, weighted: bool, sms: int) -> None:
             there = pkt.all_gather_grouped_matmul(x, idx, weights, first, tiles=TILE)
             hidden = pkt.grouped_activation(there.product, there.offsets, "relu")
             handle = there if weighted else there._replace(weights=None)
-            found, other = (
-                pkt.grouped_matmul_reduce_scatter(hidden, second, handle, mode=mode, tiles=TILE)
-                for mode in ("unfused", "push")
-            )
+            found = pkt.grouped_matmul_reduce_scatter(hidden, second, handle, tiles=TILE)
             right = torch.zeros(T, H, dtype=torch.float64)
             for k in range(K):
                 at, scale = idx[:, k].clamp(min=0), weights[:, k] if weighted else torch.ones(T)
@@ -47,9 +43,7 @@ def test_a_layer(size: int, T: int, weighted: bool, sms: int) -> None:
                 y = torch.einsum("tf,tfh->th", y, w2[at].double()) * scale[:, None]
                 right += torch.where((idx[:, k] >= 0)[:, None], y, 0)
             assert (found[(idx < 0).all(1)] == 0).all()
-            for one in (found, other):
-                assert ((one - right).abs() <= 2.0**-18 * (1 + right.abs().max())).all()
-            assert torch.equal(found, other) or size > 2
+            assert ((found - right).abs() <= 2.0**-18 * (1 + right.abs().max())).all()
 
     on_ranks(size, run, sms=sms)
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free
 CALLS = 50  # calls between two waits for the device; its queue has room for all of them
 REPEATS = 20
 TENSORS = 10_000
+LAUNCHES = "cooperative_launch", "beside_launch"
 
 
 def calls_of(world: pkt.World) -> dict[str, Callable[[], Any]]:
@@ -111,11 +113,12 @@ def time_operators(world: pkt.World) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder, world: pkt.World) -> Iterator[None]:
-    """Plans made in this context use `recorder` instead of `cooperative_launch`, in every loaded pkt.kernels module."""
+    """Plans made in this context use `recorder` instead of `cooperative_launch` and `beside_launch`, in every loaded
+    module of pkt."""
     with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("pkt.kernels.") and hasattr(module, "cooperative_launch"):
-                stack.enter_context(mock.patch.object(module, "cooperative_launch", recorder))
+        for (name, module), made in itertools.product(list(sys.modules.items()), LAUNCHES):
+            if name.startswith("pkt.") and hasattr(module, made):
+                stack.enter_context(mock.patch.object(module, made, recorder))
         stack.enter_context(mock.patch.dict(world.plans, clear=True))
         yield
 

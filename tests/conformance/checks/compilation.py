@@ -1,0 +1,89 @@
+"""Kernels compile for a GPU: registers, spills and shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.declaration import Case
+from pkt.kernels.operator import Operator
+from pkt.kernels.shared import copies
+from pkt.kernels.shared.checks import FLOATS
+from pkt.language.inspect import count_markers
+from tests import device_library
+from tests.conformance import inputs
+from tests.kernels.launches import all_launched, compile_checked
+
+from .operands import dtypes_of
+
+
+def big(case: Case, most: Mapping[str, int]) -> Case:
+    """The case with dimensions that fill a GPU, none greater than `most` of its letter."""
+    shapes = {}
+    for name, shape in case.shapes.items():
+        words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)] or ["1"]
+        first, _, n = words[0].rpartition("*")
+        shapes[name] = " ".join([f"{first}*{int(n) << 12}" if first else f"{int(n) << 12}", *words[1:]])
+    sizes = case.large or {n: min(256 << (i > 0), most.get(n, 1 << 30)) for i, n in enumerate(case.sizes)}
+    return Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
+
+
+def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, and memory fits."""
+    cases = [case for case in operator.cases if case.arguments.get("mode", mode) == mode]
+    own = cases[0]
+    check_compiles(operator, mode, own, dtypes_of(operator, mode)[0], arch, patch, folder)
+    for case in cases[1:]:
+        if case.dtype != torch.float32:
+            check_compiles(operator, mode, case, case.dtype, arch, patch, folder)
+
+
+def check_compiles(
+    operator: Operator, mode: str, own: Case, dtype: torch.dtype, arch: int, patch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """`check_compilation` of one case, with a first operand of `dtype`."""
+    named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
+    case = big(own, operator.most)
+
+    def run(world: Any) -> None:
+        symmetric = operator.form(mode).symmetric
+        tensors: dict[str, Any] = {}
+        # The values of the operands that have no maker are not needed, and would take seconds.
+        made: Any = inputs.everybody(operator, case, world.size, 0, dtype, make=lambda *_: None)
+        for name, shape in inputs.shapes_of(operator, case, world.size).items():
+            if operator.tensors[name].optional and name not in own.arguments.get("given", ()):
+                tensors[name] = None
+            elif name in symmetric:
+                tensors[name] = pkt.empty(shape, dtype=dtype)
+            elif operator.tensors[name].make is not None:
+                tensors[name] = made[name][world.rank]
+            else:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+        if "out" in symmetric:
+            empties = {n: None if t is None else [t.to("meta")] * world.size for n, t in tensors.items()}
+            like = operator.reference(world.rank, **empties, **inputs.arguments_of(operator, case))
+            tensors["out"] = pkt.empty(tuple(like.shape), dtype=dtype)
+        operator.function(**operator.parameters(tensors), **named, mode=mode, world=world)
+
+    # Where each rank is a node, the compiler can prove more.
+    worlds: list[tuple[int, ...]] = [(4, 2), (2, 1)][: 1 + (arch == 90)] if mode in operator.across else [(2,)]
+    device_library.install(patch, folder)
+    for shape in worlds:
+        launches = all_launched(run, shape[0], own.multicast, patch, *shape[1:])
+        assert launches, "nothing was launched"
+        kernels = {id(x.kernel): x for x in launches if x.options.get("launch_cooperative_grid")}
+        # Beside copy engines one kernel may signal and another wait.
+        compiled = [compile_checked(launch, arch, folder, signals=False) for launch in kernels.values()]
+        assert compiled, "no kernel waits for a peer"
+        engines = any(x.kernel is copies.tell_kernel for x in launches)
+        assert engines or any(count_markers(kernel.asm["ptx"])["signal"] for kernel in compiled), "no kernel signals"
+
+
+def floats(operator: Operator, mode: str) -> list[torch.dtype]:
+    """The dtypes of a form whose results the reference can check."""
+    return [t for t in dtypes_of(operator, mode) if t in FLOATS or operator.exact is True]

@@ -210,11 +210,18 @@ def _op(
 ) -> Any:  # fmt: skip
     """Define an op: what it runs, what it returns where tensors have no memory, and its gradient."""
     count, full_name = len(operator.tensors) + (not gradient), f"torch.ops.pkt.{name}"
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.pkt, name).default
+    lists = [at for at, a in enumerate(op._schema.arguments[count:-2]) if "List" in str(a.type)]
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         world, number = named_world(arguments[-2]), arguments[-1]
         workspace = numbered_workspace(number, world) if number else None
-        return operator, arguments[:count], arguments[count:-2], world, workspace
+        values = arguments[count:-2]
+        for at in lists:
+            if values[at] is not None:  # a list: no plan is looked up by one
+                values = *values[:at], tuple(values[at]), *values[at + 1 :]
+        return operator, arguments[:count], values, world, workspace
 
     def ran(arguments: tuple[Any, ...]) -> Any:
         worlds.op_begins(full_name)
@@ -229,7 +236,6 @@ def _op(
         worlds.op_ends()
         return found
 
-    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, lambda *arguments: ran(arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"pkt::{name}", lambda *arguments: blank(*split(arguments)), lib=library)
     if gradient and operator.backward is not None:
@@ -250,7 +256,6 @@ def _op(
             each = [found[name] for name in operator.tensors]
             return *each, *[None] * (len(operator.keywords) + 2)
 
-        op = getattr(torch.ops.pkt, name).default
         # As torch.library.register_autograd, whose way to `ran` costs the host 5 us.
         recorded = make_autograd_impl(op, Info(backward, setup_context))
 
@@ -260,7 +265,7 @@ def _op(
             return recorded(keys, *arguments)
 
         library.impl(name, recorded_if_needed, "Autograd", with_keyset=True)
-    return getattr(torch.ops.pkt, name).default
+    return op
 
 
 # ------------------------------------------------------------------------------------------------------- what ops run

@@ -95,7 +95,6 @@ def counted(only: str, repeats: int) -> dict[str, list[float]]:
 
     def main(rank: Rank) -> dict[str, list[float]]:
         found, world = {}, rank.world
-        world.synchronize = lambda: None  # which an op does on the CPU alone, for the simulator
         for name, plain, op in each(world, only):
             world.barrier()  # the other thread waits while this one measures
             if world.rank == 0:

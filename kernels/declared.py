@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,10 @@ class Declared:
         self.places = {name: at for at, name in enumerate(self.names)}
         self.read = [self.places[name] for name in self.tensors]
         self._written = self.places[written]
+        at = {**dict(zip(self.tensors, range(len(self.tensors)))), written: -2}
+        order = [at.get(name, -1) for name in self.names]
+        self.arranged = itemgetter(*order) if len(order) > 1 else itemgetter(slice(-2, -1))
+        """A call's tensors, in the order of the function's parameters, of (*operands, what is written, None)."""
         self.in_place = in_place or written in self.tensors
         others = *self.names, *self._parts, "world", "workspace"
         self.keywords = [name for name in parameters if name not in others]

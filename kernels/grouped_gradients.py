@@ -136,10 +136,8 @@ def define(
     @torch.no_grad()
     def ran(*inputs: Any) -> torch.Tensor:
         worlds.op_begins(f"torch.ops.pkt.{name}")
-        world = named_world(inputs[-1])
-        found = run(*inputs[:-1], world)
-        if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
-            world.synchronize()
+        found = run(*inputs[:-1], named_world(inputs[-1]))
+        worlds.op_ends()
         return found
 
     _library.define(f"{name}({taken}, str world) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

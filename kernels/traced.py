@@ -36,6 +36,7 @@ from . import gradients
 
 TRACED |= {FakeTensor, FunctionalTensor}  # they have no memory
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+any_requires_grad = torch._C._any_requires_grad
 _run_several: list[Callable[..., list[torch.Tensor]]] = []
 _PLAIN = {
     DispatchKeySet(device).raw_repr() | DispatchKeySet(autograd).raw_repr()
@@ -209,30 +210,33 @@ def _op(
 ) -> Any:  # fmt: skip
     """Define an op: what it runs, what it returns where tensors have no memory, and its gradient."""
     count, full_name = len(operator.tensors) + (not gradient), f"torch.ops.pkt.{name}"
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.pkt, name).default
+    lists = [at for at, a in enumerate(op._schema.arguments[count:-2]) if "List" in str(a.type)]
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        world = named_world(arguments[-2])
-        workspace = numbered_workspace(arguments[-1], world)
-        return operator, arguments[:count], arguments[count:-2], world, workspace
+        world, number = named_world(arguments[-2]), arguments[-1]
+        workspace = numbered_workspace(number, world) if number else None
+        values = arguments[count:-2]
+        for at in lists:
+            if values[at] is not None:  # a list: no plan is looked up by one
+                values = *values[:at], tuple(values[at]), *values[at + 1 :]
+        return operator, arguments[:count], values, world, workspace
 
-    def ran(*arguments: Any) -> Any:
+    def ran(arguments: tuple[Any, ...]) -> Any:
         worlds.op_begins(full_name)
-        given = split(arguments)
-        world = given[3]
         records = is_grad_enabled()
         if records:  # torch.no_grad() would cost a microsecond
             set_grad_enabled(False)
         try:
-            found = run(*given)
+            found = run(*split(arguments))
         finally:
             if records:
                 set_grad_enabled(True)
-        if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
-            world.synchronize()
+        worlds.op_ends()
         return found
 
-    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(name, ran, "CompositeExplicitAutograd")
+    library.impl(name, lambda *arguments: ran(arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"pkt::{name}", lambda *arguments: blank(*split(arguments)), lib=library)
     if gradient and operator.backward is not None:
 
@@ -252,36 +256,31 @@ def _op(
             each = [found[name] for name in operator.tensors]
             return *each, *[None] * (len(operator.keywords) + 2)
 
-        op = getattr(torch.ops.pkt, name).default
         # As torch.library.register_autograd, whose way to `ran` costs the host 5 us.
         recorded = make_autograd_impl(op, Info(backward, setup_context))
 
         def recorded_if_needed(keys: Any, *arguments: Any) -> Any:
-            if keys.raw_repr() in _PLAIN and not (is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
-                return ran(*arguments)
+            if keys.raw_repr() in _PLAIN and not (is_grad_enabled() and any_requires_grad(*arguments[:count])):
+                return ran(arguments)
             return recorded(keys, *arguments)
 
         library.impl(name, recorded_if_needed, "Autograd", with_keyset=True)
-    return getattr(torch.ops.pkt, name).default
+    return op
 
 
 # ------------------------------------------------------------------------------------------------------- what ops run
 def _fresh(operator: Any, operands: Any, values: Any, world: World, workspace: Any) -> Any:
     """A call with a new result."""
-    tensors: list[Any] = [None] * len(operator.names)
-    for at, x in zip(operator.read, operands):
-        tensors[at] = x
-    if operator.in_place:
-        at = operator.places[operator.written]
-        tensors[at] = torch.empty_like(operands[0]) if operator.written == "out" else tensors[at].clone()
-    return operator(tuple(tensors), values, world, workspace)
+    written = None
+    if operator.in_place and operator.written == "out":
+        written = torch.empty_like(operands[0])
+    elif operator.in_place:
+        written = operands[operator.read.index(operator.places[operator.written])].clone()
+    return operator(operator.arranged((*operands, written, None)), values, world, workspace)
 
 
 def _given(operator: Any, arguments: Any, values: Any, world: World, workspace: Any) -> None:
-    tensors: list[Any] = [None] * len(operator.names)
-    for at, x in zip((*operator.read, operator.places["out"]), arguments):
-        tensors[at] = x
-    operator(tuple(tensors), values, world, workspace)
+    operator(operator.arranged((*arguments, None)), values, world, workspace)
 
 
 def _several(operator: Any, operands: Any, values: Any, world: World, workspace: Any) -> list[torch.Tensor]:

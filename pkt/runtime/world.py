@@ -57,6 +57,10 @@ def op_begins(name: str) -> None:
     """Called before an op of compiled code runs. The simulator puts its own function here."""
 
 
+def op_ends() -> None:
+    """Called behind an op of compiled code, which reads results without asking the simulator: it puts its own here."""
+
+
 def current_world(call: str = "pkt.current_world()") -> World:
     """The world this code runs in; Unsupported if there is none."""
     world = _current()
@@ -69,10 +73,7 @@ def named_world(name: str) -> World:
     """The world or team of that name in this rank; the current one for "" or its `current_name`. Raises Unsupported if
     there is none."""
     world = _current()
-    if world is not None and name in ("", of_size(world.size)):
-        return world
-    found = None if world is None else world.lineage[-1]._by_name.get(name)
-    found = found or _named.get(name)
+    found = (None if world is None else world._by_name.get(name)) or _named.get(name)
     if found is None:
         call = f"an operator in compiled code, of world {name!r}"
         if world is None or not name.startswith("of "):
@@ -82,10 +83,8 @@ def named_world(name: str) -> World:
     return found
 
 
-def numbered_workspace(number: int, world: World) -> Workspace | None:
-    """The workspace of that number; None for 0. Raises Closed if there is none."""
-    if number == 0:
-        return None
+def numbered_workspace(number: int, world: World) -> Workspace:
+    """The workspace of that number. Raises Closed if there is none."""
     found = world.lasting.get(_WORKSPACES, {}).get(number)
     if found is None:
         raise Closed.used(world.rank, "an operator in compiled code", f"workspace {number}", "pkt.Workspace()")
@@ -112,6 +111,8 @@ class World:
         self.rank, self.size = backend.rank, backend.size
         self._made = 0  # calls of team() so far
         self._by_name: dict[str, World] = {}  # of a world of all ranks: itself and its teams
+        if parent is None:
+            self._by_name |= {"": self, of_size(self.size): self}
         if parent is not None:
             first = f"{parent.name}/{parent._made}"
         else:  # simulated ranks run the code that one of them compiles

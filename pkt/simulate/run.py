@@ -149,13 +149,13 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
                 f"rank {task.rank}: {name}", found, "call torch.compile in the function that pkt.launch runs"
             )
 
-    saved = worlds._current, worlds.op_begins, tensors.accessed, worlds.current_name
-    worlds._current, worlds.op_begins, tensors.accessed = current, op_begins, machine.stream.accessed
-    worlds.current_name = worlds.of_size(machine.size)
+    saved = worlds._current, worlds.op_begins, worlds.op_ends, tensors.accessed, worlds.current_name
+    worlds._current, worlds.op_begins, worlds.op_ends = current, op_begins, machine.finish_launches
+    tensors.accessed, worlds.current_name = machine.stream.accessed, worlds.of_size(machine.size)
     try:
         yield
     finally:
-        worlds._current, worlds.op_begins, tensors.accessed, worlds.current_name = saved
+        worlds._current, worlds.op_begins, worlds.op_ends, tensors.accessed, worlds.current_name = saved
 
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import pkt
-from pkt.kernels.operator import operators
+from pkt.kernels.operator import Operator, operators
 
 from .helpers import on_ranks
 
@@ -167,6 +167,29 @@ def test_sizes_that_change_and_a_workspace() -> None:
             product(a, b)
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("tiles", [None, (16, 16, 16)])
+def test_an_op_plans_once(tiles: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it takes a tuple, which torch makes a list of."""
+    plans: list[str] = []
+    plan = Operator.plan
+
+    def counting(self: Operator, *arguments: Any, **keywords: Any) -> Any:
+        plans.append(self.name)
+        return plan(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Operator, "plan", counting)
+
+    def run(world: Any) -> None:
+        product = compiled(lambda a, b: pkt.all_gather_matmul(a, b, mode="push", tiles=tiles), "eager")
+        a, b = torch.randn(4, 8), torch.randn(8, 6)
+        for _ in range(3):
+            product(a, b)
+        pkt.all_gather_matmul(a, b, mode="push", tiles=tiles)
+
+    on_ranks(2, run)
+    assert plans == ["all_gather_matmul"] * 2
 
 
 def test_checkpoint_in_a_graph() -> None:

@@ -124,7 +124,7 @@ def block_init(slow: Callable) -> Callable:
     known: dict[tuple, dict[str, Any]] = {}
 
     def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
-        key = (element_ty.name, _integers(shape)) if type(element_ty) is tl.dtype else None
+        key = (element_ty.name, integers(shape)) if type(element_ty) is tl.dtype else None
         parts = known.get(key) if key is not None and key[1] is not None else None
         if parts is not None:
             vars(self).update(parts)
@@ -149,7 +149,7 @@ def tuple_types(slow: Callable) -> Callable:
     known: dict[tuple, Any] = {}
 
     def call(values: Any, fields: Any = None) -> Any:
-        key = _integers(values) if fields is None else None
+        key = integers(values) if fields is None else None
         if key is None:
             return slow(values, fields)
         if key not in known:
@@ -159,7 +159,7 @@ def tuple_types(slow: Callable) -> Callable:
     return call
 
 
-def _integers(values: Any) -> tuple[int, ...] | None:
+def integers(values: Any) -> tuple[int, ...] | None:
     """The integers, or constants of integers, in a sequence; None if it has other values."""
     found = tuple([v.value if type(v) is core.constexpr else v for v in values])
     return found if _INT.issuperset(map(type, found)) else None

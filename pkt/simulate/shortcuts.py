@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
-from pkt.simulate.constants import SCALAR, constant, follows, integer, new_tensor
+from pkt.simulate.constants import SCALAR, constant, follows, integer, integers, new_tensor
 from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.numerics import decode, encode, to_half
 from pkt.simulate.sites import site
@@ -79,7 +78,7 @@ _COMPARE: dict[str, Any] = {
 }
 _LOGIC: dict[str, Any] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
 _SHIFT: dict[str, Any] = {"__lshift__": np.left_shift, "__rshift__": np.right_shift}
-_ATOMIC: dict[str, Any] = {"atomic_add": ir.ATOMIC_OP.ADD, "atomic_xchg": ir.ATOMIC_OP.XCHG}
+_ATOMIC: dict[str, Any] = {"atomic_add": np.add, "atomic_xchg": lambda old, new: new}
 ATOMICS = tuple(_ATOMIC)
 OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
 
@@ -356,11 +355,9 @@ def _number(x: Any) -> int | None:
 
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:
     """`tl.atomic_add` and the like on one integer."""
-    op, order = _ATOMIC[name], {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
-    sems: dict[Any, Any] = {k: getattr(ir.MEM_SEMANTIC, v) for k, v in order.items()}
-    sems[None] = sems["acq_rel"] = ir.MEM_SEMANTIC.ACQUIRE_RELEASE
-    scopes: dict[Any, Any] = {None: ir.MEM_SYNC_SCOPE.GPU, "gpu": ir.MEM_SYNC_SCOPE.GPU}
-    scopes |= {"sys": ir.MEM_SYNC_SCOPE.SYSTEM, "cta": ir.MEM_SYNC_SCOPE.CTA}
+    op = _ATOMIC[name]
+    sems = {None: "acquire_release", "acq_rel": "acquire_release"} | {s: s for s in ("relaxed", "acquire", "release")}
+    scopes = {None: "gpu", "gpu": "gpu", "sys": "system", "cta": "cta"}
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         sem, scope = (v.value if type(v) is core.constexpr else v for v in (sem, scope))
@@ -370,8 +367,10 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
             if type(val) is int:
                 val = integer(val, ty)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
-                handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
-                return tl.tensor(handle, ty)
+                addresses, new = pointer.handle.data, val.handle.data.reshape(-1)
+                change = lambda now, where: op(now, new[where])  # noqa: E731
+                old = builder.pkt.atomic(addresses, None, new.dtype, change, sems[sem], scopes[scope])
+                return new_tensor(old, ty, True)
         return slow(pointer, val, mask, sem, scope)
 
     return call
@@ -420,6 +419,20 @@ def arange(slow: Callable) -> Callable:
             return slow(start, end, **named)  # raises: bounds must be constants
         # The first call lets `tl` check the bounds.
         return constant((first, last), lambda: new_tensor(slow(first, last, **named).handle.data, tl.int32, False))
+
+    return call
+
+
+def full(slow: Callable) -> Callable:
+    """`tl.full` of a number, which is a constant."""
+
+    def call(shape: Any, value: Any, dtype: Any) -> Any:
+        shape, value, dtype = (v.value if type(v) is core.constexpr else v for v in (shape, value, dtype))
+        sizes = integers(shape)
+        if sizes is None or type(value) not in (bool, int, float) or type(dtype) is not tl.dtype:
+            return slow(shape, value, dtype)
+        # By its text: 0, 0.0, -0.0 and False are equal.
+        return constant((sizes, repr(value), dtype.name), lambda: slow(shape, value, dtype))
 
     return call
 

@@ -70,6 +70,13 @@ class Strided:
     def view(self, dtype: np.dtype) -> np.ndarray:
         return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
 
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """The elements, flat; of one row a view."""
+        return self.view(dtype).reshape(-1)
+
+    def write(self, values: np.ndarray) -> None:
+        self.view(values.dtype)[...] = values
+
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, as offsets in the region."""
         return self.offset, self._end
@@ -95,10 +102,11 @@ class Strided:
 class Scattered:
     """Elements of one region at arbitrary `offsets` (bytes, int64, 1-D)."""
 
-    __slots__ = ("region", "offsets", "itemsize")
+    __slots__ = ("region", "offsets", "itemsize", "_span")
 
     def __init__(self, region: Region, offsets: np.ndarray, itemsize: int) -> None:
         self.region, self.offsets, self.itemsize = region, offsets, itemsize
+        self._span = int(offsets.min()), int(offsets.max()) + itemsize
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         memory = self.region.memory
@@ -115,7 +123,7 @@ class Scattered:
             memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(-1, self.itemsize)
 
     def span(self) -> tuple[int, int]:
-        return int(self.offsets.min()), int(self.offsets.max()) + self.itemsize
+        return self._span
 
     def count(self) -> int:
         return len(self.offsets)
@@ -154,10 +162,7 @@ class Pending:
         return low < self.high and self.low < high
 
     def commit(self) -> None:
-        if isinstance(self.access, Strided):
-            self.access.view(self.values.dtype)[...] = self.values
-        else:
-            self.access.write(self.values)
+        self.access.write(self.values)
 
 
 class Buffered(Pending):
@@ -293,7 +298,7 @@ class AddressSpace:
 
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
-        for the whole block, else flat indices."""
+        for the whole block, else a slice of it or indices, flat."""
         if addresses.size == 1 and (mask is None or mask.all()):
             address = addresses.item(0)
             region = self.find(address)
@@ -307,14 +312,20 @@ class AddressSpace:
                 return [(regular, ...)]
             chosen, flat = None, addresses.reshape(-1)
         else:
-            chosen = np.flatnonzero(mask)
+            chosen = mask.reshape(-1).nonzero()[0]
+            if addresses.ndim == 1 and len(chosen):  # the end of a row is mostly masked
+                run = slice(chosen.item(0), chosen.item(-1) + 1)
+                regular = self._regular(addresses[run], itemsize) if run.stop - run.start == len(chosen) else None
+                if regular is not None:
+                    return [(regular, run)]
             flat = addresses.reshape(-1)[chosen]
         accesses: list[tuple[Access, Any]] = []
         if len(flat):  # mostly one region has all
             region = self.find(flat.item(0))
-            offsets = (flat - np.uint64(region.base)).astype(np.int64)
-            if offsets.min() >= 0 and offsets.max() <= region.nbytes - itemsize:
-                return [(Scattered(region, offsets, itemsize), np.arange(len(flat)) if chosen is None else chosen)]
+            access = Scattered(region, (flat - np.uint64(region.base)).astype(np.int64), itemsize)
+            first, end = access.span()
+            if first >= 0 and end <= region.nbytes:
+                return [(access, np.arange(len(flat)) if chosen is None else chosen)]
         left = np.arange(len(flat))
         while len(left):
             here = flat[left]
@@ -330,18 +341,18 @@ class AddressSpace:
         return accesses
 
     def _regular(self, addresses: np.ndarray, itemsize: int) -> Strided | None:
-        shape = addresses.shape
         if addresses.size == 0:
             return None
-        first = addresses.item(0)
-        strides = []
-        step = 1
-        for axis in reversed(range(len(shape))):
-            alone = itemsize if axis == len(shape) - 1 else 0
-            strides.append(addresses.item(step) - first if shape[axis] > 1 else alone)
-            step *= shape[axis]
+        shape, first = addresses.shape, addresses.item(0)
+        step = shape[-1]
+        if step > 1 and addresses.item(1) - first != itemsize:
+            return None
+        strides = [itemsize]
+        for n in reversed(shape[:-1]):
+            strides.append(addresses.item(step) - first if n > 1 else 0)
+            step *= n
         strides.reverse()
-        if strides[-1] != itemsize or min(strides) < 0:
+        if min(strides) < 0:
             return None
         key = tuple(strides)
         if (addresses - np.uint64(first)).tobytes() != _ramp_bytes(shape, key):  # faster than an array of bools

@@ -406,7 +406,7 @@ class Machine:
 
     def _prepared(self, host: Host, kernel: Any, args: tuple, grid: Any, named: dict[str, Any]) -> Launch | None:
         """The launch, or None where its grid is empty."""
-        names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+        names = {name for name, *_ in parameters(kernel)}
         options = {k: v for k, v in named.items() if k not in names}
         unknown = options.keys() - launch_options()
         if unknown:

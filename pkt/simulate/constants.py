@@ -110,6 +110,11 @@ def integer(value: int, ty: tl.dtype) -> tl.tensor:
     return constant((ty.name, value), lambda: new_tensor(np.array([value], ty.name), ty, True))
 
 
+def address(value: int, ty: tl.dtype) -> tl.tensor:
+    """The pointer `value`: in every schedule of an exploration the heap is at the same address."""
+    return constant((ty.name, value), lambda: new_tensor(np.array([value], np.uint64), ty, True))
+
+
 def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     """The block type of `shape` elements of `ty`."""
     key = (ty.name, shape)

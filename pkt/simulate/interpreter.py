@@ -96,7 +96,7 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     if isinstance(value, float):
         return _number(value, tl.float32)
     if isinstance(value, torch.Tensor):
-        return constants.new_tensor(np.array([value.data_ptr()], np.uint64), _pointer_to(value.dtype), True)
+        return constants.address(value.data_ptr(), _pointer_to(value.dtype))
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):

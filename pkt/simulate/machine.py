@@ -317,6 +317,8 @@ class Machine:
         stay, heaps included, until the garbage collector finds it: a tenth of the time of a small schedule."""
         self.space.close()
         self.stream.close()
+        for host in self.hosts:
+            del host.modes  # with its watch, which refers to the host
         self.device = self.stream = self.hub = self.random_of = None
         for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals, self.far):
             tasks.clear()

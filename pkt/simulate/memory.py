@@ -8,13 +8,14 @@ views. Other accesses are performed element by element.
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from pkt.simulate.rows import found_rows, ramp, rows
 
 OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
@@ -90,7 +91,7 @@ class Strided:
 
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
-        return (_ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
+        return (ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
 
     def nbytes(self) -> int:
         return self._count * self.itemsize
@@ -178,7 +179,7 @@ class Buffered(Pending):
         self.perform()
 
 
-_NO_VALUES = np.empty(0)
+_NO_VALUES, _NO_BYTES = np.empty(0), np.empty(0, np.uint8)
 
 
 class Unmapped(Exception):
@@ -186,21 +187,6 @@ class Unmapped(Exception):
 
     def __init__(self, address: int, region: Region | None = None) -> None:
         self.address, self.region = address, region
-
-
-@functools.lru_cache(maxsize=256)
-def _ramp(shape: tuple, strides: tuple) -> np.ndarray:
-    """Byte offsets of the elements of a block from its first element."""
-    out: Any = np.uint64(0)
-    for axis, (n, s) in enumerate(zip(shape, strides)):
-        steps = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
-        out = out + steps.reshape((n,) + (1,) * (len(shape) - 1 - axis))
-    return out
-
-
-@functools.lru_cache(maxsize=256)
-def _ramp_bytes(shape: tuple, strides: tuple) -> bytes:
-    return _ramp(shape, strides).tobytes()
 
 
 class AddressSpace:
@@ -219,9 +205,11 @@ class AddressSpace:
         self._last: Region | None = None
 
     def close(self) -> None:
-        """Release the memory. It is unmapped when the last tensor over it is gone."""
+        """Release the memory. It is unmapped when the last tensor over it is gone. Messages may need regions longer."""
+        for region in self._regions:
+            region.memory, region.shadow = _NO_BYTES, None
         self._regions, self._starts, self._last = [], [], None
-        self._bytes = np.empty(0, np.uint8)
+        self._bytes = _NO_BYTES
 
     def window(self, rank: int) -> int:
         return self.base + rank * self.stride
@@ -307,7 +295,7 @@ class AddressSpace:
             shape = addresses.shape
             return [(Strided(region, address - region.base, shape, (itemsize,) * len(shape), itemsize), ...)]
         if mask is None:
-            regular = self._regular(addresses, itemsize)
+            regular = self._strided(addresses, rows(addresses, itemsize), itemsize)
             if regular is not None:
                 return [(regular, ...)]
             chosen, flat = None, addresses.reshape(-1)
@@ -315,9 +303,11 @@ class AddressSpace:
             chosen = mask.reshape(-1).nonzero()[0]
             if addresses.ndim == 1 and len(chosen):  # the end of a row is mostly masked
                 run = slice(chosen.item(0), chosen.item(-1) + 1)
-                regular = self._regular(addresses[run], itemsize) if run.stop - run.start == len(chosen) else None
-                if regular is not None:
-                    return [(regular, run)]
+                if run.stop - run.start == len(chosen):
+                    part = addresses[run]
+                    regular = self._strided(part, found_rows(part, itemsize), itemsize)
+                    if regular is not None:
+                        return [(regular, run)]
             flat = addresses.reshape(-1)[chosen]
         accesses: list[tuple[Access, Any]] = []
         if len(flat):  # mostly one region has all
@@ -340,28 +330,12 @@ class AddressSpace:
             left = left[~inside]
         return accesses
 
-    def _regular(self, addresses: np.ndarray, itemsize: int) -> Strided | None:
-        if addresses.size == 0:
+    def _strided(self, addresses: np.ndarray, found: tuple[int, tuple] | None, itemsize: int) -> Strided | None:
+        if found is None:
             return None
-        shape, first = addresses.shape, addresses.item(0)
-        step = shape[-1]
-        if step > 1 and addresses.item(1) - first != itemsize:
-            return None
-        strides = [itemsize]
-        for n in reversed(shape[:-1]):
-            strides.append(addresses.item(step) - first if n > 1 else 0)
-            step *= n
-        strides.reverse()
-        if min(strides) < 0:
-            return None
-        key = tuple(strides)
-        if (addresses - np.uint64(first)).tobytes() != _ramp_bytes(shape, key):  # faster than an array of bools
-            return None
-        return self._strided(first, shape, key, itemsize)
-
-    def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
+        first, strides = found
         region = self.find(first)
-        access = Strided(region, first - region.base, shape, strides, itemsize)
+        access = Strided(region, first - region.base, addresses.shape, strides, itemsize)
         return access if access.span()[1] <= region.nbytes else None  # then `resolve` finds the first element outside
 
     def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:

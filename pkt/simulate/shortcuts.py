@@ -315,11 +315,10 @@ def peer(slow: Callable, builder: Any) -> Callable:
     its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
-        to = _number(rank)
+        to, size = _number(rank), _number(world.size)
         if type(ptr) is not tl.tensor:
             return slow(ptr, rank, world)
         last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
-        size = world.size if type(world.size) is int else _number(world.size)
         if last is not None and size is not None and last >= size and site().call != "multicast":
             builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
         if to is not None and type(ptr.dtype) is tl.pointer_type and ptr.dtype.element_ty.primitive_bitwidth >= 8:
@@ -328,8 +327,13 @@ def peer(slow: Callable, builder: Any) -> Callable:
                 distance = (to - here) * stride
                 if _number(world.team):
                     distance = _in_team(builder.pkt.m.space, to, here, distance, world)
+                results = ptr.results
+                known = None if results is None else results.get(("peer", distance))
+                if known is not None:
+                    return known[0]
                 data = ptr.handle.data + np.uint64(distance % (1 << 64))
-                return new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
+                made = new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
+                return made if results is None else follows(results, ("peer", distance), made)
         return slow(ptr, rank, world)
 
     return call
@@ -348,9 +352,9 @@ def _number(x: Any) -> int | None:
     """The value of one integer (a Python int, a constexpr or a scalar tensor), or None."""
     if type(x) is core.constexpr:
         x = x.value
-    if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS:
-        return int(x.handle.data.item())
-    return x if type(x) is int else None
+    if type(x) is int:
+        return x
+    return x.handle.data.item() if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS else None
 
 
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:

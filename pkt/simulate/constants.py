@@ -111,7 +111,7 @@ def integer(value: int, ty: tl.dtype) -> tl.tensor:
 
 
 def address(value: int, ty: tl.dtype) -> tl.tensor:
-    """The pointer `value`: in every schedule of an exploration the heap is at the same address."""
+    """The pointer `value`."""
     return constant((ty.name, value), lambda: new_tensor(np.array([value], np.uint64), ty, True))
 
 

@@ -96,7 +96,9 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     if isinstance(value, float):
         return _number(value, tl.float32)
     if isinstance(value, torch.Tensor):
-        return constants.address(value.data_ptr(), _pointer_to(value.dtype))
+        # In each of many runs the heap is at the same address: the constants that follow from it are used again.
+        make = constants.address if len(_launchers) > 1 else _number
+        return make(value.data_ptr(), _pointer_to(value.dtype))
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):

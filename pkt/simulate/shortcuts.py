@@ -91,27 +91,22 @@ def binary(name: str, slow: Callable) -> Callable:
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
-        results = self.results
-        if results is None:
-            return compute(self, other)
         kind = type(other)
         if kind is core.constexpr:
             other = other.value
             kind = type(other)
-        if kind is tl.tensor and other.results is not None:
-            key: tuple = (id(other), name)
-        elif kind is int:
-            key = (name, other)
+        results = self.results
+        if results is not None and kind is int:
+            key: tuple = (name, other)
+        elif results is not None and kind is tl.tensor and other.results is not None:
+            key = (id(other), name)
         else:
-            return compute(self, other)
+            return compute(self, other, kind)
         known = results.get(key)
-        return known[0] if known is not None else follows(results, key, compute(self, other), other)
+        return known[0] if known is not None else follows(results, key, compute(self, other, kind), other)
 
-    def compute(self: tl.tensor, other: Any) -> Any:
-        kind, ty = type(other), self.dtype
-        if kind is core.constexpr:
-            other = other.value
-            kind = type(other)
+    def compute(self: tl.tensor, other: Any, kind: type) -> Any:
+        ty = self.dtype
         is_tensor = kind is tl.tensor
         mine = self.shape
         its = other.shape if is_tensor else SCALAR
@@ -120,15 +115,18 @@ def binary(name: str, slow: Callable) -> Callable:
         left: Any = self.handle.data
         right: Any
         have = ty.name
-        if is_tensor and other.dtype.name == have and have in types:
-            right = other.handle.data
-        elif kind is int and have in types and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
-            right = left.dtype.type(other)
-        elif have == "fp32" and have in types and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
-            right = np.float32(other)
-        elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
-            left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
-            ty = tl.int64
+        if have in types:
+            if is_tensor and other.dtype.name == have:
+                right = other.handle.data
+            elif kind is int and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
+                right = left.dtype.type(other)
+            elif have == "fp32" and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
+                right = np.float32(other)
+            elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS:
+                left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
+                ty = tl.int64
+            else:
+                return slow(self, other)
         elif moves and type(ty) is tl.pointer_type and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
             size = max(1, ty.element_ty.primitive_bitwidth // 8)
             right = _bytes(np.int64(other), size) if kind is int else _byte_offsets(other, size)

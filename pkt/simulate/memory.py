@@ -150,17 +150,12 @@ Access = Strided | Scattered
 class Pending:
     """A store that its own program has made and that no other program sees yet."""
 
-    __slots__ = ("access", "values", "low", "high", "is_async")
+    __slots__ = ("access", "values", "region", "low", "high", "is_async")
 
     def __init__(self, access: Access, values: np.ndarray, is_async: bool) -> None:
         self.access, self.values, self.is_async = access, values, is_async
+        self.region = access.region
         self.low, self.high = access.span()
-
-    def overlaps(self, other: Access) -> bool:
-        if self.access.region is not other.region:
-            return False
-        low, high = other.span()
-        return low < self.high and self.low < high
 
     def commit(self) -> None:
         self.access.write(self.values)
@@ -177,6 +172,12 @@ class Buffered(Pending):
 
     def commit(self) -> None:
         self.perform()
+
+
+def overlapping(stores: list[Pending], access: Access) -> list[Pending]:
+    """Those of the stores that `access` overlaps."""
+    region, (low, high) = access.region, access.span()
+    return [store for store in stores if store.region is region and low < store.high and store.low < high]
 
 
 _NO_VALUES, _NO_BYTES = np.empty(0), np.empty(0, np.uint8)

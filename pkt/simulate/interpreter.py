@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from pkt.errors import Unsupported
 from pkt.language import address
-from pkt.simulate import constants, reductions, shortcuts, source
+from pkt.simulate import constants, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
 from pkt.simulate.patches import Patches
 from pkt.simulate.sites import in_user_code
@@ -205,6 +205,8 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
 
 def _install() -> None:
     """Make the patches."""
+    from pkt.simulate import reductions  # here, because importing pkt should load little
+
     patch, cuda = _patches.patch, tl.extra.cuda
     for owner in (
         tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice,

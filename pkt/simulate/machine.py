@@ -27,7 +27,6 @@ from pkt.errors import (
 )
 from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
-from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
@@ -128,6 +127,8 @@ class Machine:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run `body(rank)` on every rank and return the results in rank order. Raises the first error of any rank."""
+        from pkt.simulate.engine import running  # here, because importing pkt should load little
+
         self.hub = greenlet.getcurrent()
         saved, own, threads = torch.get_rng_state(), modes.modes(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other

@@ -18,7 +18,7 @@ from pkt.simulate.bad_address import bad_address, check_counters, check_near
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector, Sync
 from pkt.simulate.loops import Loop, Slice, digest
-from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped
+from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped, overlapping
 from pkt.simulate.numerics import BITS, encode
 from pkt.wording import Waiting
 
@@ -267,7 +267,7 @@ class Accesses:
         """Commit the program's own pending stores that `access` overlaps: it sees them, and they keep their order."""
         task = self.m.current
         if task.pending:
-            hit = [p for p in task.pending if p.overlaps(access)]
+            hit = overlapping(task.pending, access)
             if hit:
                 self._commit_pending(task, hit)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from triton.language.core import constexpr
 
 from pkt.errors import ShapeError
 from pkt.runtime.world import World
@@ -26,13 +27,20 @@ def _defaults(fn: Any) -> dict[str, Any]:
     return {name: p.default for name, p in found.items()} if plain else {}
 
 
-def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool, str]]:
-    """Yield (name, is constexpr, is specialised, annotated type such as "i64" or "") for every parameter."""
-    if hasattr(kernel, "params"):
-        yield from ((p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in kernel.params)
-    else:  # decorated under TRITON_INTERPRET=1, where Triton keeps less of each parameter
-        for name, p in _signature(kernel.fn).parameters.items():
-            yield name, "constexpr" in str(p.annotation), True, ""
+_known: dict[int, tuple[Any, list]] = {}  # by id of a kernel, which is kept, so that no other gets its id
+
+
+def parameters(kernel: Any) -> list[tuple[str, bool, bool, str]]:
+    """(name, is constexpr, is specialised, annotated type such as "i64" or "") for every parameter."""
+    known = _known.get(id(kernel))
+    if known is None:
+        if hasattr(kernel, "params"):
+            found = [(p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in kernel.params]
+        else:  # decorated under TRITON_INTERPRET=1, where Triton keeps less of each parameter
+            annotated = _signature(kernel.fn).parameters.items()
+            found = [(name, "constexpr" in str(p.annotation), True, "") for name, p in annotated]
+        known = _known[id(kernel)] = kernel, found
+    return known[1]
 
 
 def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
@@ -92,8 +100,13 @@ class Taken:
         return bases
 
 
+_NO_TENSOR = frozenset({int, bool, float, str, type(None), constexpr})  # isinstance takes long to say no
+
+
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     for value in values:
+        if type(value) in _NO_TENSOR:
+            continue
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, tuple):

@@ -76,7 +76,7 @@ class Atomics(Accesses):
             event = self._signal(at, parts[0][0])
             if event == m.faults.drop:  # lost in transit: the sender still gets the old values
                 for part, where in parts:
-                    out[where] = part.view(dtype).reshape(-1) if isinstance(part, Strided) else part.read(dtype)
+                    out[where] = part.read(dtype)
                 return out.reshape(addresses.shape)
             copies = 2 if event == m.faults.duplicate else 1
             if event == m.faults.delay:
@@ -216,7 +216,7 @@ class Atomics(Accesses):
     def _changes(self, parts: list, dtype: Any, update: Any) -> bool:
         """Whether the update will change any word."""
         for access, where in parts:
-            old = access.view(dtype).reshape(-1).copy() if isinstance(access, Strided) else access.read(dtype)
+            old = access.read(dtype).copy()
             if (update(old, np.arange(len(old)) if where is ... else where) != old).any():
                 return True
         return False
@@ -226,7 +226,7 @@ class Atomics(Accesses):
         out: set[int] = set()
         for access, where in parts:
             self._own_stores(access)
-            found = access.view(dtype).reshape(-1) if isinstance(access, Strided) else access.read(dtype)
+            found = access.read(dtype)
             wrong = found != (expected if where is ... else expected[where])
             out.update((access.region.base + access.byte_offsets()[wrong]).tolist())
         return out

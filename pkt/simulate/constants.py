@@ -14,21 +14,25 @@ from triton.runtime.interpreter import TensorHandle
 SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
 _ONE = core.constexpr(1)
 _shapes: dict[tuple, tuple[Any, Any]] = {SCALAR: (SCALAR, _ONE)}
-_blocks: dict[tuple, tl.dtype] = {}
+_blocks: dict[tuple, tuple[tl.dtype, Any, Any]] = {}  # (name of a type, shape) -> type of the block, its parts
 
 
 def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     """`tl.tensor.__init__`, except that all tensors of one shape share the shape's objects."""
-    shape = tuple(type.shape) if type.is_block() else ()
+    self.handle = handle
+    self.type, self.dtype = type, type.scalar
+    self.shape, self.numel = _parts(tuple(type.shape) if type.is_block() else ())
+
+
+def _parts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The shape and the number of elements that all tensors of a shape share."""
     known = _shapes.get(shape)
     if known is None:
         known = _shapes[shape] = (
             core.tuple([core.constexpr(n) for n in shape]),
             core.constexpr(int(np.prod(shape, dtype=np.int64))),
         )
-    self.handle = handle
-    self.type, self.dtype = type, type.scalar
-    self.shape, self.numel = known
+    return known
 
 
 def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
@@ -42,13 +46,8 @@ def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
         tensor.type = ty
         tensor.shape, tensor.numel = SCALAR, _ONE
     else:
-        shape = data.shape
-        tensor.type = block(ty, shape)
-        known = _shapes.get(shape)
-        if known is None:
-            tensor_init(tensor, handle, tensor.type)
-        else:
-            tensor.shape, tensor.numel = known
+        known = _blocks.get((ty.name, data.shape))
+        tensor.type, tensor.shape, tensor.numel = _block(ty, data.shape) if known is None else known
     return tensor
 
 
@@ -110,13 +109,20 @@ def integer(value: int, ty: tl.dtype) -> tl.tensor:
     return constant((ty.name, value), lambda: new_tensor(np.array([value], ty.name), ty, True))
 
 
+def address(value: int, ty: tl.dtype) -> tl.tensor:
+    """The pointer `value`."""
+    return constant((ty.name, value), lambda: new_tensor(np.array([value], np.uint64), ty, True))
+
+
 def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     """The block type of `shape` elements of `ty`."""
-    key = (ty.name, shape)
-    known = _blocks.get(key)
-    if known is None:
-        known = _blocks[key] = tl.block_type(ty, list(shape))
-    return known
+    known = _blocks.get((ty.name, shape))
+    return (_block(ty, shape) if known is None else known)[0]
+
+
+def _block(ty: tl.dtype, shape: tuple[int, ...]) -> tuple[tl.dtype, Any, Any]:
+    made = _blocks[ty.name, shape] = (tl.block_type(ty, list(shape)), *_parts(shape))
+    return made
 
 
 def block_init(slow: Callable) -> Callable:
@@ -124,7 +130,7 @@ def block_init(slow: Callable) -> Callable:
     known: dict[tuple, dict[str, Any]] = {}
 
     def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
-        key = (element_ty.name, _integers(shape)) if type(element_ty) is tl.dtype else None
+        key = (element_ty.name, integers(shape)) if type(element_ty) is tl.dtype else None
         parts = known.get(key) if key is not None and key[1] is not None else None
         if parts is not None:
             vars(self).update(parts)
@@ -149,7 +155,7 @@ def tuple_types(slow: Callable) -> Callable:
     known: dict[tuple, Any] = {}
 
     def call(values: Any, fields: Any = None) -> Any:
-        key = _integers(values) if fields is None else None
+        key = integers(values) if fields is None else None
         if key is None:
             return slow(values, fields)
         if key not in known:
@@ -159,7 +165,7 @@ def tuple_types(slow: Callable) -> Callable:
     return call
 
 
-def _integers(values: Any) -> tuple[int, ...] | None:
+def integers(values: Any) -> tuple[int, ...] | None:
     """The integers, or constants of integers, in a sequence; None if it has other values."""
     found = tuple([v.value if type(v) is core.constexpr else v for v in values])
     return found if _INT.issuperset(map(type, found)) else None

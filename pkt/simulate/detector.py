@@ -23,6 +23,9 @@ FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FA
 """The race with an access of such a kind that came first."""
 
 
+_WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
+
+
 class Sync:
     """The clocks released at one address: by any rank at system scope, and by each rank at any scope."""
 
@@ -154,9 +157,7 @@ class Detector:
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         # Host code reads counters after its launches, whose waits have seen the signals.
         counts = task.is_host and region.kind == "signals"
-        self._check(kind, access, touched, clock, "writer", shadow.writer)
-        if not counts:
-            self._check(kind, access, touched, clock, "updater", shadow.updater)
+        self._check(kind, access, touched, clock, shadow, _WRITER if counts else _CHANGES)
         stamp = task.clock.item(task.column) << 32 | task.column << 16
         shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
@@ -170,7 +171,7 @@ class Detector:
             return
         shadow = region.shadow or self._shadow(region)
         if shadow.written:
-            self._check(kind, access, touched_by(access), m.clocks.fit(task.clock), "writer", shadow.writer)
+            self._check(kind, access, touched_by(access), m.clocks.fit(task.clock), shadow, _WRITER)
         column, size = task.column, access.itemsize
         stamp = task.clock.item(column) << 32 | column << 16
         offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
@@ -197,15 +198,13 @@ class Detector:
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         if updates and region.kind == "signals":  # they race with plain writes of counters only
             if shadow.written:
-                self._check(kind, access, touched, clock, "writer", shadow.writer)
+                self._check(kind, access, touched, clock, shadow, _WRITER)
         else:
-            self._check(kind, access, touched, clock, "writer", shadow.writer)
-            if not updates:
-                self._check(kind, access, touched, clock, "updater", shadow.updater)
+            self._check(kind, access, touched, clock, shadow, _WRITER if updates else _CHANGES)
             if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
-            self._check(kind, access, touched, clock, "reader", shadow.reader)
+            self._check(kind, access, touched, clock, shadow, _READER)
         if not updates:
             shadow.written = True
             if shadow.looks:
@@ -225,24 +224,26 @@ class Detector:
         for access, kind, role in ((source, FAR_READ, "reader"), (target, FAR_PUT, "writer")):
             region, touched = access.region, touched_by(access)
             last = region.shadow or self._shadow(region)
-            self._check(kind, access, touched, clock, "writer", last.writer)
-            self._check(kind, access, touched, clock, "updater", last.updater)
+            self._check(kind, access, touched, clock, last, _CHANGES)
             if role == "reader":
                 last.reader.record(touched, stamp, clock)
             else:
-                self._check(kind, access, touched, clock, "reader", last.reader)
+                self._check(kind, access, touched, clock, last, _READER)
                 last.written = True
                 if last.looks:
                     self._check_looks(kind, access, last, clock)
                 last.writer.record(touched, stamp)
             self.authors[stamp, region.base, role] = (kind, self.m.current, at)
 
-    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, role: str, last: Last) -> None:
-        """Report the first earlier access of a role that is not ordered before this access."""
-        hit = None if last.empty else last.unordered(touched, clock)
-        if hit is not None:
-            position, stamp = hit
-            self._report(kind, access, touched.offset(position), stamp, role)
+    def _check(
+        self, kind: str, access: Access, touched: Touched, clock: np.ndarray, shadow: Shadow, roles: tuple[str, ...]
+    ) -> None:
+        """Report the first earlier access of each role that is not ordered before this access."""
+        for role in roles:
+            hit = getattr(shadow, role).unordered(touched, clock)
+            if hit is not None:
+                position, stamp = hit
+                self._report(kind, access, touched.offset(position), stamp, role)
 
     def _check_looks(self, kind: str, access: Access, shadow: Shadow, clock: np.ndarray) -> None:
         """Report an atomic read that this write overlaps and that is not ordered before it."""

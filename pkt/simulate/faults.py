@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pkt.wording import file_text
 
@@ -26,8 +26,7 @@ COUNTING = SYNC - frozenset(
 READS = frozenset({"load_acquire"})  # of these calls, those that only read: they can be relaxed, not removed or lost
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """A line of a user's kernel and the outermost function of pkt.language it calls there ("" for plain tl)."""
 
     file: str

@@ -14,7 +14,7 @@ from pkt.simulate.atomics import Atomics
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.constants import new_tensor
 from pkt.simulate.faults import SYNC, Site
-from pkt.simulate.memory import Access, Pending, Strided
+from pkt.simulate.memory import Access, Pending
 from pkt.simulate.sites import site
 
 WORDS = {values: np.dtype([("values", np.int32, (values,)), ("flag", np.uint32)]) for values in (1, VALUES)}
@@ -112,5 +112,4 @@ def _words(access: Access) -> np.ndarray:
 
 def _found(access: Access) -> np.ndarray:
     """The flagged words of an access, flat."""
-    word = WORDS[access.itemsize // 4 - 1]
-    return (access.view(word) if isinstance(access, Strided) else access.read(word)).reshape(-1)
+    return access.read(WORDS[access.itemsize // 4 - 1]).reshape(-1)

@@ -30,8 +30,9 @@ from triton.runtime.jit import JITFunction
 
 from pkt.errors import Unsupported
 from pkt.language import address
-from pkt.simulate import constants, reductions, shortcuts, source
+from pkt.simulate import constants, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
+from pkt.simulate.patches import Patches
 from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
 
@@ -95,7 +96,9 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     if isinstance(value, float):
         return _number(value, tl.float32)
     if isinstance(value, torch.Tensor):
-        return constants.new_tensor(np.array([value.data_ptr()], np.uint64), _pointer_to(value.dtype), True)
+        # In each of many runs the heap is at the same address: the constants that follow from it are used again.
+        make = constants.address if len(_launchers) > 1 else _number
+        return make(value.data_ptr(), _pointer_to(value.dtype))
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):
@@ -156,66 +159,18 @@ def _bound(member: Callable) -> Callable:
     return call
 
 
-_MISSING: Any = object()
-_patches: dict[tuple[int, str], tuple] = {}  # (owner's id, name) -> (owner, name, value before, value): the last
-_replaced: dict[int, Any] = {}  # what these patches add to `interpret.replaced`
-_sizes: list[tuple[Any, int]] = []  # the owners whose builtins they replace, and how many names each had
-_patched: list[tuple] = []  # the patches that are in force
-
-
-def _patch(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute of `owner`, once `_apply` makes it so."""
-    known = _patches.get((id(owner), name))
-    # The class's own dictionary: getattr would bind descriptors and find inherited names.
-    old = vars(owner).get(name, _MISSING) if known is None else known[2]
-    replaced = old if known is None else known[3]
-    if replaced is not _MISSING and inspect.ismodule(owner):
-        _replaced[id(replaced)] = value
-    _patches[id(owner), name] = owner, name, old, value
-
-
-def _value(owner: Any, name: str) -> Any:
-    """An attribute as the patches so far make it."""
-    known = _patches.get((id(owner), name))
-    return getattr(owner, name) if known is None else known[3]
-
-
-def _undo(patch: tuple) -> None:
-    owner, name, old, _ = patch
-    if old is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, old)
+_patches = Patches()
+compiling = _patches.aside
+"""A context in which Triton can compile: without the patches."""
 
 
 def _apply() -> None:
-    """Patch `tl`. The patches of the last time serve again, unless an attribute that they replace has changed."""
-    same = _sizes and all(len(vars(owner)) == size for owner, size in _sizes)
-    if not same or not all(vars(owner).get(name, _MISSING) is old for owner, name, old, _ in _patches.values()):
-        for kept in (_patches, _replaced, _sizes):
-            kept.clear()
-        _sizes.extend((owner, len(vars(owner))) for owner in _install())
-    interpret.replaced |= _replaced
-    for patch in _patches.values():
-        setattr(patch[0], patch[1], patch[3])
-        _patched.append(patch)
-
-
-def _remove() -> None:
-    while _patched:
-        _undo(_patched.pop())
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Undo the patches while the context lasts, so that Triton can compile."""
-    for patch in _patched:
-        _undo(patch)
-    try:
-        yield
-    finally:
-        for owner, name, _, value in _patched:
-            setattr(owner, name, value)
+    """Patch `tl`. The patches of the last time serve again, unless one of their owners has changed."""
+    if not _patches.serve():
+        _patches.clear()
+        _install()
+    interpret.replaced |= _patches.replaced
+    _patches.apply()
 
 
 def _attribute(value: Any, *_: Any) -> Any:
@@ -237,7 +192,7 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
         return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else slow)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
-    if name in ("arange", "join", "split"):
+    if name in ("arange", "full", "join", "split"):
         return getattr(shortcuts, name)(slow)
     if name in ("program_id", "num_programs"):
         return shortcuts.of_grid(lambda: builder.grid_idx if name == "program_id" else builder.grid_dim)
@@ -248,11 +203,14 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     return slow
 
 
-def _install() -> tuple[Any, ...]:
-    """Make the patches, and return the owners whose builtins they replace."""
-    patch, cuda = _patch, tl.extra.cuda
-    owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice)
-    for owner in owners:
+def _install() -> None:
+    """Make the patches."""
+    from pkt.simulate import reductions  # here, because importing pkt should load little
+
+    patch, cuda = _patches.patch, tl.extra.cuda
+    for owner in (
+        tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice,
+    ):  # fmt: skip
         for name, member in vars(owner).items():
             if core.is_builtin(member):
                 bound = _bound(member)
@@ -263,7 +221,7 @@ def _install() -> tuple[Any, ...]:
     patch(cuda, "num_threads", lambda: 32 * builder.pkt.m.current.launch.num_warps)
     for name, stub in vars(libdevice).items():  # each stands for the target's function of its name
         if inspect.isfunction(stub) and hasattr(cuda.libdevice, name):
-            patch(libdevice, name, _value(cuda.libdevice, name))
+            patch(libdevice, name, _patches.value(cuda.libdevice, name))
     for owner in (tl, core):
         for name, value in (
             ("range", source.range_of_tensors),
@@ -306,7 +264,6 @@ def _install() -> tuple[Any, ...]:
     patch(base.InterpretedFunction, "__call__", _call)
     patch(base.InterpretedFunction, "run", _launch)
     patch(Autotuner, "run", _autotuned)
-    return owners
 
 
 def _data_ptr(self: torch.Tensor) -> int:
@@ -385,7 +342,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     finally:
         _launchers.pop()
         if outermost:
-            _remove()
+            _patches.remove()
             interpret.functions.clear()
             gc.set_threshold(*thresholds)
         interpret.replaced = replaced

@@ -27,7 +27,6 @@ from pkt.errors import (
 )
 from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
-from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
@@ -128,6 +127,8 @@ class Machine:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run `body(rank)` on every rank and return the results in rank order. Raises the first error of any rank."""
+        from pkt.simulate.engine import running  # here, because importing pkt should load little
+
         self.hub = greenlet.getcurrent()
         saved, own, threads = torch.get_rng_state(), modes.modes(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
@@ -317,6 +318,8 @@ class Machine:
         stay, heaps included, until the garbage collector finds it: a tenth of the time of a small schedule."""
         self.space.close()
         self.stream.close()
+        for host in self.hosts:
+            del host.modes  # with its watch, which refers to the host
         self.device = self.stream = self.hub = self.random_of = None
         for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals, self.far):
             tasks.clear()
@@ -406,7 +409,7 @@ class Machine:
 
     def _prepared(self, host: Host, kernel: Any, args: tuple, grid: Any, named: dict[str, Any]) -> Launch | None:
         """The launch, or None where its grid is empty."""
-        names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+        names = {name for name, *_ in parameters(kernel)}
         options = {k: v for k, v in named.items() if k not in names}
         unknown = options.keys() - launch_options()
         if unknown:

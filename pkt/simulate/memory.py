@@ -8,13 +8,14 @@ views. Other accesses are performed element by element.
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from pkt.simulate.rows import found_rows, ramp, rows
 
 OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
@@ -70,6 +71,13 @@ class Strided:
     def view(self, dtype: np.dtype) -> np.ndarray:
         return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
 
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """The elements, flat; of one row a view."""
+        return self.view(dtype).reshape(-1)
+
+    def write(self, values: np.ndarray) -> None:
+        self.view(values.dtype)[...] = values
+
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, as offsets in the region."""
         return self.offset, self._end
@@ -83,7 +91,7 @@ class Strided:
 
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
-        return (_ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
+        return (ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
 
     def nbytes(self) -> int:
         return self._count * self.itemsize
@@ -95,10 +103,11 @@ class Strided:
 class Scattered:
     """Elements of one region at arbitrary `offsets` (bytes, int64, 1-D)."""
 
-    __slots__ = ("region", "offsets", "itemsize")
+    __slots__ = ("region", "offsets", "itemsize", "_span")
 
     def __init__(self, region: Region, offsets: np.ndarray, itemsize: int) -> None:
         self.region, self.offsets, self.itemsize = region, offsets, itemsize
+        self._span = int(offsets.min()), int(offsets.max()) + itemsize
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         memory = self.region.memory
@@ -115,7 +124,7 @@ class Scattered:
             memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(-1, self.itemsize)
 
     def span(self) -> tuple[int, int]:
-        return int(self.offsets.min()), int(self.offsets.max()) + self.itemsize
+        return self._span
 
     def count(self) -> int:
         return len(self.offsets)
@@ -141,23 +150,15 @@ Access = Strided | Scattered
 class Pending:
     """A store that its own program has made and that no other program sees yet."""
 
-    __slots__ = ("access", "values", "low", "high", "is_async")
+    __slots__ = ("access", "values", "region", "low", "high", "is_async")
 
     def __init__(self, access: Access, values: np.ndarray, is_async: bool) -> None:
         self.access, self.values, self.is_async = access, values, is_async
+        self.region = access.region
         self.low, self.high = access.span()
 
-    def overlaps(self, other: Access) -> bool:
-        if self.access.region is not other.region:
-            return False
-        low, high = other.span()
-        return low < self.high and self.low < high
-
     def commit(self) -> None:
-        if isinstance(self.access, Strided):
-            self.access.view(self.values.dtype)[...] = self.values
-        else:
-            self.access.write(self.values)
+        self.access.write(self.values)
 
 
 class Buffered(Pending):
@@ -173,7 +174,13 @@ class Buffered(Pending):
         self.perform()
 
 
-_NO_VALUES = np.empty(0)
+def overlapping(stores: list[Pending], access: Access) -> list[Pending]:
+    """Those of the stores that `access` overlaps."""
+    region, (low, high) = access.region, access.span()
+    return [store for store in stores if store.region is region and low < store.high and store.low < high]
+
+
+_NO_VALUES, _NO_BYTES = np.empty(0), np.empty(0, np.uint8)
 
 
 class Unmapped(Exception):
@@ -181,21 +188,6 @@ class Unmapped(Exception):
 
     def __init__(self, address: int, region: Region | None = None) -> None:
         self.address, self.region = address, region
-
-
-@functools.lru_cache(maxsize=256)
-def _ramp(shape: tuple, strides: tuple) -> np.ndarray:
-    """Byte offsets of the elements of a block from its first element."""
-    out: Any = np.uint64(0)
-    for axis, (n, s) in enumerate(zip(shape, strides)):
-        steps = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
-        out = out + steps.reshape((n,) + (1,) * (len(shape) - 1 - axis))
-    return out
-
-
-@functools.lru_cache(maxsize=256)
-def _ramp_bytes(shape: tuple, strides: tuple) -> bytes:
-    return _ramp(shape, strides).tobytes()
 
 
 class AddressSpace:
@@ -214,9 +206,11 @@ class AddressSpace:
         self._last: Region | None = None
 
     def close(self) -> None:
-        """Release the memory. It is unmapped when the last tensor over it is gone."""
+        """Release the memory. It is unmapped when the last tensor over it is gone. Messages may need regions longer."""
+        for region in self._regions:
+            region.memory, region.shadow = _NO_BYTES, None
         self._regions, self._starts, self._last = [], [], None
-        self._bytes = np.empty(0, np.uint8)
+        self._bytes = _NO_BYTES
 
     def window(self, rank: int) -> int:
         return self.base + rank * self.stride
@@ -293,7 +287,7 @@ class AddressSpace:
 
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
-        for the whole block, else flat indices."""
+        for the whole block, else a slice of it or indices, flat."""
         if addresses.size == 1 and (mask is None or mask.all()):
             address = addresses.item(0)
             region = self.find(address)
@@ -302,19 +296,27 @@ class AddressSpace:
             shape = addresses.shape
             return [(Strided(region, address - region.base, shape, (itemsize,) * len(shape), itemsize), ...)]
         if mask is None:
-            regular = self._regular(addresses, itemsize)
+            regular = self._strided(addresses, rows(addresses, itemsize), itemsize)
             if regular is not None:
                 return [(regular, ...)]
             chosen, flat = None, addresses.reshape(-1)
         else:
-            chosen = np.flatnonzero(mask)
+            chosen = mask.reshape(-1).nonzero()[0]
+            if addresses.ndim == 1 and len(chosen):  # the end of a row is mostly masked
+                run = slice(chosen.item(0), chosen.item(-1) + 1)
+                if run.stop - run.start == len(chosen):
+                    part = addresses[run]
+                    regular = self._strided(part, found_rows(part, itemsize), itemsize)
+                    if regular is not None:
+                        return [(regular, run)]
             flat = addresses.reshape(-1)[chosen]
         accesses: list[tuple[Access, Any]] = []
         if len(flat):  # mostly one region has all
             region = self.find(flat.item(0))
-            offsets = (flat - np.uint64(region.base)).astype(np.int64)
-            if offsets.min() >= 0 and offsets.max() <= region.nbytes - itemsize:
-                return [(Scattered(region, offsets, itemsize), np.arange(len(flat)) if chosen is None else chosen)]
+            access = Scattered(region, (flat - np.uint64(region.base)).astype(np.int64), itemsize)
+            first, end = access.span()
+            if first >= 0 and end <= region.nbytes:
+                return [(access, np.arange(len(flat)) if chosen is None else chosen)]
         left = np.arange(len(flat))
         while len(left):
             here = flat[left]
@@ -329,28 +331,12 @@ class AddressSpace:
             left = left[~inside]
         return accesses
 
-    def _regular(self, addresses: np.ndarray, itemsize: int) -> Strided | None:
-        shape = addresses.shape
-        if addresses.size == 0:
+    def _strided(self, addresses: np.ndarray, found: tuple[int, tuple] | None, itemsize: int) -> Strided | None:
+        if found is None:
             return None
-        first = addresses.item(0)
-        strides = []
-        step = 1
-        for axis in reversed(range(len(shape))):
-            alone = itemsize if axis == len(shape) - 1 else 0
-            strides.append(addresses.item(step) - first if shape[axis] > 1 else alone)
-            step *= shape[axis]
-        strides.reverse()
-        if strides[-1] != itemsize or min(strides) < 0:
-            return None
-        key = tuple(strides)
-        if (addresses - np.uint64(first)).tobytes() != _ramp_bytes(shape, key):  # faster than an array of bools
-            return None
-        return self._strided(first, shape, key, itemsize)
-
-    def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
+        first, strides = found
         region = self.find(first)
-        access = Strided(region, first - region.base, shape, strides, itemsize)
+        access = Strided(region, first - region.base, addresses.shape, strides, itemsize)
         return access if access.span()[1] <= region.nbytes else None  # then `resolve` finds the first element outside
 
     def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from pkt.simulate.memory import GRANULE, Access, Strided
+from pkt.simulate.rows import KEPT, SMALL
 
 FULL = 0xFFFF  # all 16 bytes of a granule
 COLUMN = 0xFFFF0000
 FEW = 16  # granules
-SMALL = 512  # elements of an access whose granules are kept, of at most KEPT accesses
-KEPT = 4096
 MANY_SETS = 1 << 14  # sets of stamps after which those that no granule has any more are dropped
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
-from pkt.simulate.constants import SCALAR, constant, follows, integer, new_tensor
+from pkt.simulate.constants import SCALAR, constant, follows, integer, integers, new_tensor
 from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.numerics import decode, encode, to_half
 from pkt.simulate.sites import site
@@ -79,7 +78,7 @@ _COMPARE: dict[str, Any] = {
 }
 _LOGIC: dict[str, Any] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
 _SHIFT: dict[str, Any] = {"__lshift__": np.left_shift, "__rshift__": np.right_shift}
-_ATOMIC: dict[str, Any] = {"atomic_add": ir.ATOMIC_OP.ADD, "atomic_xchg": ir.ATOMIC_OP.XCHG}
+_ATOMIC: dict[str, Any] = {"atomic_add": np.add, "atomic_xchg": lambda old, new: new}
 ATOMICS = tuple(_ATOMIC)
 OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
 
@@ -92,27 +91,22 @@ def binary(name: str, slow: Callable) -> Callable:
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
-        results = self.results
-        if results is None:
-            return compute(self, other)
         kind = type(other)
         if kind is core.constexpr:
             other = other.value
             kind = type(other)
-        if kind is tl.tensor and other.results is not None:
-            key: tuple = (id(other), name)
-        elif kind is int:
-            key = (name, other)
+        results = self.results
+        if results is not None and kind is int:
+            key: tuple = (name, other)
+        elif results is not None and kind is tl.tensor and other.results is not None:
+            key = (id(other), name)
         else:
-            return compute(self, other)
+            return compute(self, other, kind)
         known = results.get(key)
-        return known[0] if known is not None else follows(results, key, compute(self, other), other)
+        return known[0] if known is not None else follows(results, key, compute(self, other, kind), other)
 
-    def compute(self: tl.tensor, other: Any) -> Any:
-        kind, ty = type(other), self.dtype
-        if kind is core.constexpr:
-            other = other.value
-            kind = type(other)
+    def compute(self: tl.tensor, other: Any, kind: type) -> Any:
+        ty = self.dtype
         is_tensor = kind is tl.tensor
         mine = self.shape
         its = other.shape if is_tensor else SCALAR
@@ -121,15 +115,18 @@ def binary(name: str, slow: Callable) -> Callable:
         left: Any = self.handle.data
         right: Any
         have = ty.name
-        if is_tensor and other.dtype.name == have and have in types:
-            right = other.handle.data
-        elif kind is int and have in types and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
-            right = left.dtype.type(other)
-        elif have == "fp32" and have in types and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
-            right = np.float32(other)
-        elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
-            left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
-            ty = tl.int64
+        if have in types:
+            if is_tensor and other.dtype.name == have:
+                right = other.handle.data
+            elif kind is int and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
+                right = left.dtype.type(other)
+            elif have == "fp32" and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
+                right = np.float32(other)
+            elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS:
+                left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
+                ty = tl.int64
+            else:
+                return slow(self, other)
         elif moves and type(ty) is tl.pointer_type and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
             size = max(1, ty.element_ty.primitive_bitwidth // 8)
             right = _bytes(np.int64(other), size) if kind is int else _byte_offsets(other, size)
@@ -316,11 +313,10 @@ def peer(slow: Callable, builder: Any) -> Callable:
     its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
-        to = _number(rank)
+        to, size = _number(rank), _number(world.size)
         if type(ptr) is not tl.tensor:
             return slow(ptr, rank, world)
         last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
-        size = world.size if type(world.size) is int else _number(world.size)
         if last is not None and size is not None and last >= size and site().call != "multicast":
             builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
         if to is not None and type(ptr.dtype) is tl.pointer_type and ptr.dtype.element_ty.primitive_bitwidth >= 8:
@@ -329,8 +325,13 @@ def peer(slow: Callable, builder: Any) -> Callable:
                 distance = (to - here) * stride
                 if _number(world.team):
                     distance = _in_team(builder.pkt.m.space, to, here, distance, world)
+                results = ptr.results
+                known = None if results is None else results.get(("peer", distance))
+                if known is not None:
+                    return known[0]
                 data = ptr.handle.data + np.uint64(distance % (1 << 64))
-                return new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
+                made = new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
+                return made if results is None else follows(results, ("peer", distance), made)
         return slow(ptr, rank, world)
 
     return call
@@ -349,18 +350,16 @@ def _number(x: Any) -> int | None:
     """The value of one integer (a Python int, a constexpr or a scalar tensor), or None."""
     if type(x) is core.constexpr:
         x = x.value
-    if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS:
-        return int(x.handle.data.item())
-    return x if type(x) is int else None
+    if type(x) is int:
+        return x
+    return x.handle.data.item() if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS else None
 
 
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:
     """`tl.atomic_add` and the like on one integer."""
-    op, order = _ATOMIC[name], {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
-    sems: dict[Any, Any] = {k: getattr(ir.MEM_SEMANTIC, v) for k, v in order.items()}
-    sems[None] = sems["acq_rel"] = ir.MEM_SEMANTIC.ACQUIRE_RELEASE
-    scopes: dict[Any, Any] = {None: ir.MEM_SYNC_SCOPE.GPU, "gpu": ir.MEM_SYNC_SCOPE.GPU}
-    scopes |= {"sys": ir.MEM_SYNC_SCOPE.SYSTEM, "cta": ir.MEM_SYNC_SCOPE.CTA}
+    op = _ATOMIC[name]
+    sems = {None: "acquire_release", "acq_rel": "acquire_release"} | {s: s for s in ("relaxed", "acquire", "release")}
+    scopes = {None: "gpu", "gpu": "gpu", "sys": "system", "cta": "cta"}
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         sem, scope = (v.value if type(v) is core.constexpr else v for v in (sem, scope))
@@ -370,8 +369,10 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
             if type(val) is int:
                 val = integer(val, ty)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
-                handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
-                return tl.tensor(handle, ty)
+                addresses, new = pointer.handle.data, val.handle.data.reshape(-1)
+                change = lambda now, where: op(now, new[where])  # noqa: E731
+                old = builder.pkt.atomic(addresses, None, new.dtype, change, sems[sem], scopes[scope])
+                return new_tensor(old, ty, True)
         return slow(pointer, val, mask, sem, scope)
 
     return call
@@ -420,6 +421,20 @@ def arange(slow: Callable) -> Callable:
             return slow(start, end, **named)  # raises: bounds must be constants
         # The first call lets `tl` check the bounds.
         return constant((first, last), lambda: new_tensor(slow(first, last, **named).handle.data, tl.int32, False))
+
+    return call
+
+
+def full(slow: Callable) -> Callable:
+    """`tl.full` of a number, which is a constant."""
+
+    def call(shape: Any, value: Any, dtype: Any) -> Any:
+        shape, value, dtype = (v.value if type(v) is core.constexpr else v for v in (shape, value, dtype))
+        sizes = integers(shape)
+        if sizes is None or type(value) not in (bool, int, float) or type(dtype) is not tl.dtype:
+            return slow(shape, value, dtype)
+        # By its text: 0, 0.0, -0.0 and False are equal.
+        return constant((sizes, repr(value), dtype.name), lambda: slow(shape, value, dtype))
 
     return call
 

@@ -261,10 +261,11 @@ def _assert(condition: Any, message: str = "") -> None:
 def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
     """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
     first, last = (0, start) if end is None else (start, end)
-    bounds = [first, last, 1 if step is None else step]
-    types = [v.dtype if isinstance(v, tl.tensor) else int_type(operator.index(v)) for v in bounds]
-    ty = functools.reduce(semantic.integer_promote_impl, types)
-    for i in range(*(operator.index(v) for v in bounds)):
+    bounds = (first, last, 1 if step is None else step)
+    numbers = [v if type(v) is int else operator.index(v) for v in bounds]
+    types = [v.dtype if type(v) is tl.tensor else int_type(n) for v, n in zip(bounds, numbers)]
+    ty = types[0] if types[0] is types[1] is types[2] else functools.reduce(semantic.integer_promote_impl, types)
+    for i in range(*numbers):
         yield integer(i, ty)
 
 

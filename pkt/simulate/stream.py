@@ -128,11 +128,14 @@ class Stream:
                 region = self.m.space.holding(_address(tensor))
                 if region is not None and region.freed_at:
                     raise UseAfterFree.host(task.rank, name, region.name, region.freed_at)
-        with self.launching(host):
-            m.finish_launches()  # other tasks may run here: so outside the next `with`, whose effect is the thread's
-        if m.races and not any(part in name for part in _SOME_ELEMENTS):
-            with self.launching(host), torch._C.DisableTorchFunctionSubclass():
-                self._record(name, args, kwargs, tensors)
+        host.waits = True
+        try:
+            m.finish_launches()  # other tasks may run here: so outside the `with`, whose effect is the thread's
+            if m.races and not any(part in name for part in _SOME_ELEMENTS):
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._record(name, args, kwargs, tensors)
+        finally:
+            host.waits = False
 
     def _record(self, name: str, args: tuple, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         written = list(tensors_in([kwargs.get("out")]))

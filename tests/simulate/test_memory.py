@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import pkt
 from pkt.errors import RankFailed
 from pkt.simulate.findings import OutOfBounds
-from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided
+from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided, Unmapped
 from tests.simulate.helpers import assert_same, run
 
 NEWEST = hasattr(tl, "atomic_poll")  # Triton 3.9
@@ -434,4 +434,25 @@ def test_accesses_are_strided_where_they_can_be() -> None:
     assert [type(p) for p, _ in parts] == [Scattered, Scattered]
     assert [p.region.name for p, _ in parts] == ["a", "b"]
     assert b.element(b.base + 4 * 7) == "b[7]"
+    space.close()
+
+
+def test_a_run_of_a_masked_row_is_strided() -> None:
+    import numpy as np
+
+    space = AddressSpace(1, 1 << 20)
+    a = region(space, 0, 0, 64, "a")
+    row = np.uint64(a.base) + 4 * np.arange(32, dtype=np.uint64)  # its second half is outside
+    places = np.arange(32)
+    ((access, where),) = space.resolve(row, (places >= 2) & (places < 9), 4)
+    assert isinstance(access, Strided)
+    assert (access.offset, access.shape, places[where].tolist()) == (8, (7,), [*range(2, 9)])
+    for chosen in ([2, 4, 5], [1]):
+        ((access, where),) = space.resolve(row, np.isin(places, chosen), 4)
+        assert access.byte_offsets().tolist() == [4 * at for at in chosen]
+        assert places[where].tolist() == chosen
+    assert space.resolve(row, places < 0, 4) == []
+    with pytest.raises(Unmapped) as caught:
+        space.resolve(row, (places >= 9) & (places < 20), 4)
+    assert caught.value.address == a.end
     space.close()

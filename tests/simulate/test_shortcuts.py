@@ -16,6 +16,28 @@ from tests.simulate.helpers import run
 
 
 @triton.jit
+def fills(x_ptr, y_ptr, z_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.full((BLOCK,), 1, tl.float32) / tl.full((BLOCK,), 2.0, tl.float32))
+    tl.store(x_ptr + BLOCK + i, tl.full((BLOCK,), 2, tl.float32))
+    tl.store(x_ptr + 2 * BLOCK + i, tl.full((BLOCK,), 2.5, tl.float32))
+    tl.store(y_ptr + i, tl.full((BLOCK,), 1, tl.int32) // 2)
+    tl.store(y_ptr + BLOCK + i, tl.full((BLOCK // 2, 2), -1, tl.int32).reshape(BLOCK))
+    tl.store(y_ptr + 2 * BLOCK + i, tl.zeros((BLOCK,), tl.int32) + tl.load(z_ptr))
+    tl.store(z_ptr, tl.full((), 7, tl.int32))
+
+
+def test_blocks_of_one_number_are_told_apart() -> None:
+    """By the number, its type, the type of the elements and the shape."""
+    for _ in range(2):
+        x, y, z = torch.zeros(12), torch.zeros(12, dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32)
+        run(fills, (1,), x, y, z, 4)
+        assert x.reshape(3, 4).unique(dim=1).flatten().tolist() == [0.5, 2.0, 2.5]
+        assert y.reshape(3, 4).unique(dim=1).flatten().tolist() == [0, -1, 5]
+        assert z.item() == 7
+
+
+@triton.jit
 def spelled_out(ptr, rank, world):
     bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
     itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1

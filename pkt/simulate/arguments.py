@@ -27,20 +27,17 @@ def _defaults(fn: Any) -> dict[str, Any]:
     return {name: p.default for name, p in found.items()} if plain else {}
 
 
-_known: dict[int, tuple[Any, list]] = {}  # by id of a kernel, which is kept, so that no other gets its id
-
-
 def parameters(kernel: Any) -> list[tuple[str, bool, bool, str]]:
     """(name, is constexpr, is specialised, annotated type such as "i64" or "") for every parameter."""
-    known = _known.get(id(kernel))
-    if known is None:
+    found: list[tuple[str, bool, bool, str]] | None = vars(kernel).get("_pkt_parameters")  # kept as long as the kernel
+    if found is None:
         if hasattr(kernel, "params"):
             found = [(p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in kernel.params]
         else:  # decorated under TRITON_INTERPRET=1, where Triton keeps less of each parameter
             annotated = _signature(kernel.fn).parameters.items()
             found = [(name, "constexpr" in str(p.annotation), True, "") for name, p in annotated]
-        known = _known[id(kernel)] = kernel, found
-    return known[1]
+        vars(kernel)["_pkt_parameters"] = found
+    return found
 
 
 def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:

@@ -125,12 +125,9 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
             lambda *given: world.keep("queue", Queue).add(lambda: start(world, *args, **options)(*given))
         )
 
-    def beside(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-        pkt.init().keep("queue", Queue).add(lambda: kernel[grid](*args, **options))
-
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
-    monkeypatch.setattr(_copies, "beside", beside)
+    monkeypatch.setattr(_copies, "beside_launch", later(_copies.beside_launch))
     monkeypatch.setattr(_groups.Local, "attend", added)
     for module in (_copies, _copy_reduce, _all_gather_matmul, _groups):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))

@@ -67,7 +67,7 @@ class Calls:
         limits = inputs.bounds(self.operator, self.mode, self.case, rank, size, self.operands, self.dtype)
         for result, exact, limit in zip(inputs.results(self.found), exacts, limits, strict=True):
             found, exact = result.cpu().double(), exact.double()
-            close = checks.within(found, exact, limit)
+            close = inputs.within(found, exact, limit)
             assert close.all(), f"{self.mode}, {self.case}: off by {(found - exact)[~close].abs().max():.3g}"
 
 

@@ -59,7 +59,7 @@ def test_calls_of_a_schedule() -> None:
     """16 programs with 6 accesses each, on 4 ranks that make 3 tensors each."""
     with interpreting():
         execute(small, 4, heap=HEAP, sms=8, seed=7)  # translated and compiled once
-        assert calls(lambda: execute(small, 4, heap=HEAP, sms=8, seed=7)) <= 10_900
+        assert calls(lambda: execute(small, 4, heap=HEAP, sms=8, seed=7)) <= 11_500
 
 
 def test_a_schedule_leaves_little_for_the_garbage_collector() -> None:

@@ -100,7 +100,8 @@ def work(world: Any) -> bytes:
 
 
 def _caller(loss: Loss, note: str) -> tuple[str, str, float, list[int]]:
-    """How the launch ends: "ended", "failed" or "interrupted", what it says, when, and workers that are still there."""
+    """How the launch ends, what it says, when, and workers that are still there. It "ended", "failed" or was
+    "interrupted"; or the interrupt came while no job ran ("idle"): all workers stay, and serve the next launch."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     workers._start_process = _start_process  # type: ignore[assignment]
     pool, how, said = workers.Workers(loss.size), "ended", ""
@@ -115,7 +116,9 @@ def _caller(loss: Loss, note: str) -> tuple[str, str, float, list[int]]:
         how = "interrupted"
     at = time.monotonic()
     left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")] if how != "ended" else []
-    if how == "ended":  # the victim was lost after its answer: the next launch has other processes, or says so
+    if how == "interrupted" and left == pids:
+        how, left = "idle", []
+    if how in ("ended", "idle"):  # the next launch has other processes where the victim was lost, or says so
         try:
             assert pool.run(work, (), processes.OPENER, DEADLINE, heap=forked.HEAP) == [bytes(ANSWER)] * loss.size
         except RankFailed as error:
@@ -143,7 +146,7 @@ def _judged(loss: Loss, end: forked.End, at: float) -> str:
         return f"the victim was not lost: {what}"
     assert not left, what
     if loss.how == signal.SIGINT:
-        assert how == "interrupted", what
+        assert how == "interrupted" or (how == "idle" and not said and loss.protocol in ("take", "answer")), what
     elif how == "failed" or said:
         # The first to speak may be a rank that says whom it has lost.
         assert re.search(rf"rank {loss.victim}\b", said), what

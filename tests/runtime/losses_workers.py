@@ -14,6 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,13 @@ def _caller(loss: Loss, note: str) -> tuple[str, str, float, list[int]]:
         time.sleep(0.3)  # for a signal that comes with the last answer
     except RankFailed as error:
         how, said = "failed", str(error)
-    except KeyboardInterrupt:
-        how = "interrupted"
+    except KeyboardInterrupt as error:
+        codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        how = "interrupted" if answers.Answers.all.__code__ in codes else "idle"
     at = time.monotonic()
     left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")] if how != "ended" else []
-    if how == "interrupted" and left == pids:
-        how, left = "idle", []
+    if how == "idle":
+        how, left = ("idle", []) if left == pids else ("interrupted", left)
     if how in ("ended", "idle"):  # the next launch has other processes where the victim was lost, or says so
         try:
             assert pool.run(work, (), processes.OPENER, DEADLINE, heap=forked.HEAP) == [bytes(ANSWER)] * loss.size

@@ -111,7 +111,7 @@ def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **
 def beside(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Such a launch, for functions that plan nothing: the world keeps what launches for the same grid and numbers."""
     numbers = tuple(x for x in args if isinstance(x, (int, str)))
-    key = beside, id(kernel), grid, numbers, *options.items()  # Triton's hash of a kernel takes 15 us
+    key = beside, id(kernel), grid, numbers, *options.items()  # Triton hashes a kernel by its source
     start = world.plans.get(key)
     if start is None:
         start = world.plans[key] = beside_launch(world, kernel, grid, **options)

@@ -337,15 +337,15 @@ def show(report: Report, console: Console) -> None:
 
 
 def _show_fabric(fabric: Fabric, console: Console) -> None:
-    """What the host has for several nodes, and that pkt does not use it yet."""
-    simulated = "Worlds of several nodes (PKT_NODE_SIZE=1) have never run over a network (docs/scale-out.md)."
+    """What the host has for several nodes, and that none of it was ever used."""
+    never = "Worlds of several nodes have never run over a network (docs/scale-out.md)."
     if fabric.bare:
         console.print(Text("Several nodes: no network card, NVSHMEM, IBGDA or GDRCopy here."))
     else:
         console.print(_table("Several nodes", ("", ""), fabric.rows))
         for one in fabric.lacks:
             console.print(Text(f"for several nodes: {one}"))
-    console.print(Text(simulated))
+    console.print(Text(never))
 
 
 def verdict(report: Report) -> str:

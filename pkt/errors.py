@@ -424,17 +424,6 @@ class Unsupported(PktError, RuntimeError):
         )
 
     @classmethod
-    def nodes(cls, call: str, where: str, ranks: int, node_size: int) -> Unsupported:
-        """`where`: what says that a node has `node_size` ranks, in brackets."""
-        return cls.here(
-            call,
-            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and on GPUs a world has one node so "
-            "far, or nodes of one rank",
-            f"make a world of one node, or of nodes of one rank, or simulate: pkt.launch(fn, ranks={ranks}, "
-            f'node_size={node_size}, device="cpu")',
-        )
-
-    @classmethod
     def no_world(cls, call: str) -> Unsupported:
         return cls.of(
             f"{call}: there is no world: call pkt.init() first, or run inside pkt.launch(fn, ranks=4, "

@@ -30,8 +30,8 @@ def launch(
 
     device: "cuda" runs one process per GPU, "cpu" the simulator in this process; `fn` and its kernels are the same.
     heap, timeout, multicast: as in pkt.init; no timeout expires in the simulator. node_size: ranks of a node, a divisor
-    of `ranks`; None: one node. On GPUs several nodes have one rank each, see docs/scale-out.md. options: for the
-    simulator only, see pkt.simulate.
+    of `ranks`; None: one node. On GPUs ranks of other nodes are reached through NVSHMEM alone: docs/scale-out.md.
+    options: for the simulator only, see pkt.simulate.
 
     On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
     the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
@@ -52,8 +52,6 @@ def launch(
     if node_size is not None:
         if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1 or ranks % node_size:
             raise ShapeError.argument("pkt.launch", "node_size", node_size, f"a divisor of the {ranks} ranks")
-        if 1 < node_size < ranks:
-            raise Unsupported.nodes("pkt.launch", "", ranks, node_size)
     from pkt.runtime.gpu.sharing import may_share
 
     found = torch.cuda.device_count()
@@ -80,11 +78,11 @@ def init(
     timeout: seconds for every step of the rendezvous and every wait (None: PKT_TIMEOUT, then 60).
     multicast: False makes no multicast window. Otherwise there is one if every rank supports it.
 
-    PKT_NODE_SIZE=1 makes a world of several nodes, of one rank each, over NVSHMEM: docs/scale-out.md.
+    Hosts with no NVLink between them are nodes of one world, over NVSHMEM, with as many ranks on each host; so are
+    PKT_NODE_SIZE ranks of a host, to try that out. It has never run over a network: docs/scale-out.md.
 
     Raises ShapeError for a wrong heap or timeout, before anything is made; Unsupported if there is no GPU, with a
-    remedy, and if the ranks' GPUs cannot work together, with a table of them. In a world of one node ranks on several
-    hosts need one NVLink domain over all of these.
+    remedy, and if the ranks' GPUs cannot work together, with a table of them.
     """
     world = worlds._current()
     if world is not None and group is None:

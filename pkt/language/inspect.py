@@ -18,7 +18,7 @@ from .world import DeviceWorld, Network, code_hash, step_of, team_constants
 
 MARKERS = {WAIT_MARKER: "wait", SIGNAL_MARKER: "signal"}
 """Comment in the assembly -> name of its call in errors."""
-ARENA, SHIFT = 1 << 22, 1 << 40
+ARENA = 1 << 22
 """Of `device_world` with several nodes: the bytes for counters, and from a window to the network's addresses."""
 
 
@@ -69,9 +69,11 @@ def device_world(
     code: int | None = None,
     team: Sequence[int] | None = None,
     node_size: int = 0,
+    ring: int = 0,
 ) -> DeviceWorld:
     """A `world` argument with the given constants to compile with; its status page is an aligned pointer. team: some of
-    the `size` ranks; `rank` is then one of the team's. node_size: ranks of a node; 0 where there is one node."""
+    the `size` ranks; `rank` is then one of the team's. node_size: ranks of a node; 0 where there is one node. ring: windows in
+    the ring of a node; 0: one for each of its ranks."""
     constants, members, step = (0, 0), size, 1
     if team is not None:
         constants, members, step = team_constants(team, size), len(team), step_of(team) or 1
@@ -79,7 +81,8 @@ def device_world(
     if node_size:
         from .ptx import nvshmem
 
-        network, library = Network(node_size, ARENA).constant, nvshmem.identity()
+        network, library = Network(node_size, ARENA, ring or node_size).constant, nvshmem.identity()
+        step = 1  # the stride is that of the ring
     return DeviceWorld(
         rank=rank,
         size=core.constexpr(members),
@@ -91,7 +94,6 @@ def device_world(
         table=core.constexpr(constants[1]),
         node_size=core.constexpr(node_size),
         network=core.constexpr(network),
-        shift=SHIFT if network else core.constexpr(0),
     )
 
 

@@ -20,18 +20,10 @@ from . import address, ptx
 
 
 @triton.jit
-def number(rank, world):
-    """The number of a rank of `world` in the world of all ranks, int64."""
-    if world.team == 0:
-        return tl.cast(rank, tl.int64)
-    else:
-        return ptx.member(rank, world)
-
-
-@triton.jit
 def is_far(peer, world):
     """Whether rank `peer` is on another node; for worlds of several nodes."""
-    return number(peer, world) // world.node_size != ptx.unknown(number(world.rank, world)) // world.node_size
+    mine = ptx.unknown(address.number(world.rank, world))
+    return address.number(peer, world) // world.node_size != mine // world.node_size
 
 
 @triton.jit
@@ -57,7 +49,7 @@ def put(dst, src, nbytes, peer, world, BLOCK: tl.constexpr):
         if is_far(peer, world):
             ptx.drain(world)
             ptx.cta_barrier()
-            ptx.far_put(dst, src, nbytes, number(peer, world), world)
+            ptx.far_put(dst, src, nbytes, address.number(peer, world), world)
         else:
             move(dst, src, nbytes, peer, world.rank, world, BLOCK)
 

@@ -47,7 +47,7 @@ def _send(ptr, peer, value, op: tl.constexpr, sem: tl.constexpr, world):
             _check_counter(ptr)
             if sem == "release":  # otherwise the caller has a fence
                 ptx.fence()
-            ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), nodes.number(peer, world), op, world)
+            ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), address.number(peer, world), op, world)
         else:
             _post(address.peer(ptr, peer, world), value, op, sem)
 
@@ -99,7 +99,7 @@ def put_and_post(dst, src, nbytes, ptr, value, op: tl.constexpr, peer, world, BL
             _check_counter(ptr)
             ptx.drain(world)
             ptx.cta_barrier()
-            to = nodes.number(peer, world)
+            to = address.number(peer, world)
             ptx.far_put_signal(dst, src, nbytes, ptr, tl.cast(value, ptr.dtype.element_ty), to, op, world)
         else:
             _move_and_post(dst, src, nbytes, ptr, value, op, peer, world, BLOCK)

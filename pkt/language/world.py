@@ -1,7 +1,8 @@
 """The kernel argument that describes the ranks: `world.device` on the host, `world` in the kernel.
 
 The heap of rank r is mapped at `base + r * stride` in every process, and the multicast window at `base + size *
-stride`. So a kernel translates addresses by its own rank, the number of ranks and the stride, with no table.
+stride`. So a kernel translates addresses by its own rank, the number of ranks and the stride, with no table. Over
+several nodes the windows of a node form a ring, see `Network`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class DeviceWorld(NamedTuple):
         ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
     node_size: ranks of a node in the world of all ranks; 0 where all ranks here are on one node, so that no code for
         other nodes is compiled.
-    network: `Network.constant` of a world of several nodes and of its teams; 0 in a world of one node.
-    shift: bytes from an address in this rank's window to the network's address of the same memory.
+    network: `Network.constant` of a world of several nodes and of its teams; 0 in a world of one node. Windows then form
+        a ring, and `stride` is that of neighbours in it, in teams, too: only `pl.peer` knows where the copies are.
     """
 
     rank: Any
@@ -81,7 +82,6 @@ class DeviceWorld(NamedTuple):
     table: tl.constexpr = tl.constexpr(0)
     node_size: tl.constexpr = tl.constexpr(0)
     network: tl.constexpr = tl.constexpr(0)
-    shift: Any = tl.constexpr(0)
 
 
 _TEAM_BITS, TABLE_BITS = 20, 6
@@ -127,25 +127,35 @@ class Team(NamedTuple):
         return cls(team & mask, team >> _TEAM_BITS & mask, step - (mask + 1) * (step >> _TEAM_BITS - 1))
 
 
-_NODE_BITS = 20
+_NETWORK_BITS = 20
+ARENA_UNIT = 1 << 16
+"""Bytes that the arena of a world of several nodes has a multiple of."""
 
 
 class Network(NamedTuple):
-    """What kernels know of the network in a world of several nodes. node_size: ranks of a node, whose windows are
-    mapped. arena: bytes at the start of a window in which all counters lie."""
+    """What kernels know of the network in a world of several nodes.
+
+    node_size: ranks of a node, whose windows are mapped.
+    arena: bytes at the start of a window in which all counters lie, a multiple of ARENA_UNIT.
+    ring: NVSHMEM maps the windows of the ranks that it reaches by loads and stores behind this rank's own, in the order
+        of ranks, and goes on with rank 0 after the last. So the window of rank r of this node lies
+        (r - rank) mod `ring` strides behind this rank's. `ring` counts those ranks; they may be more than the node's.
+    """
 
     node_size: int
     arena: int
+    ring: int
 
     @property
     def constant(self) -> int:
-        """Both as a number of 60 bits, for the reason of `team_constants`."""
-        return self.node_size | self.arena << _NODE_BITS
+        """All three as a number of 60 bits, for the reason of `team_constants`."""
+        return self.node_size | self.ring << _NETWORK_BITS | self.arena // ARENA_UNIT << 2 * _NETWORK_BITS
 
     @classmethod
     def of(cls, constant: int) -> Network:
         """The parts of a `network` constant."""
-        return cls(constant & (1 << _NODE_BITS) - 1, constant >> _NODE_BITS)
+        mask = (1 << _NETWORK_BITS) - 1
+        return cls(constant & mask, (constant >> 2 * _NETWORK_BITS) * ARENA_UNIT, constant >> _NETWORK_BITS & mask)
 
 
 @functools.cache

@@ -105,6 +105,7 @@ class Backend(Protocol):
     gpu: str  # model of rank 0's GPU; "simulated" where there is none
     node_size: int  # ranks of a node: those that reach each other's memory by loads and stores
     arena: range  # offsets at which counters lie; empty: anywhere
+    network: int  # `pkt.language.world.Network.constant`, what kernels know of other nodes; 0 in a world of one node
     library: str  # what kernels are linked with to reach other nodes, with its version; "" for nothing
 
     @property

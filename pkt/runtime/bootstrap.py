@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from pkt.errors import RankError, ShapeError, Unsupported, WaitTimeout, ranks_named
-from pkt.runtime.gpu import nvshmem
+from pkt.runtime.gpu import nvshmem, topology
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.nodes import NodesBackend
 from pkt.runtime.gpu.sharing import device_of
 from pkt.runtime.gpu.symmetric import Libraries
+from pkt.runtime.gpu.votes import Votes
 from pkt.runtime.gpu.watch import Watch
 from pkt.runtime.launch.launch import provide_scratch
 from pkt.runtime.memory.heap import heap_bytes
@@ -139,14 +140,15 @@ def open_job(job: dict[str, Any]) -> World:
     return open_world(where, device, job["heap"], job["timeout"], **options)
 
 
-def node_size_of(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks of a node, by PKT_NODE_SIZE; without it, or where it is greater, all `size`. Raises
-    ShapeError if it is no number from 1, Unsupported if there are several nodes of several ranks."""
-    found = environment.get("PKT_NODE_SIZE", "").strip() or str(size)
-    if not found.isdecimal() or int(found) < 1:
-        raise ShapeError.argument("pkt.init", "PKT_NODE_SIZE", repr(found), "an integer from 1", rank)
-    if 1 < int(found) < size:
-        raise Unsupported.nodes(f"rank {rank}: pkt.init", " (PKT_NODE_SIZE)", size, int(found))
+def node_size_of(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of ranks of a node, by PKT_NODE_SIZE; None without it. Raises ShapeError if it does not divide
+    `size`, unless it is greater: all are then on one node."""
+    found = environment.get("PKT_NODE_SIZE", "").strip()
+    if not found:
+        return None
+    if not found.isdecimal() or int(found) < 1 or (int(found) < size and size % int(found)):
+        wanted = f"a divisor of the {size} ranks"
+        raise ShapeError.argument("pkt.init", "PKT_NODE_SIZE", repr(found), wanted, rank)
     return min(int(found), size)
 
 
@@ -166,11 +168,12 @@ def open_world(
     has started.
 
     timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. libraries: makes its
-    NVSHMEM. stride: bytes from one rank's window to the next. node_size: ranks of a node; None: by PKT_NODE_SIZE.
+    NVSHMEM. stride: bytes from one rank's window to the next. node_size: ranks of a node; None: by PKT_NODE_SIZE,
+    without which a node is the GPUs of a host, or of an NVLink domain.
     """
     keep = False
     try:
-        near = node_size_of(where.rank, where.size) if node_size is None else node_size
+        asked = node_size_of(where.rank, where.size) if node_size is None else node_size
         capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
         keep = where.board is None and where.size > 1  # pkt.launch removes it; until then a late rank finds notes there
@@ -179,12 +182,14 @@ def open_world(
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
+            near = asked or topology.node_size(Votes(transport, f"cuda:{device}"), calls, device, hosts)
         except BaseException as error:
             transport.give_up(f"{type(error).__name__}: {error}")
             raise
         backend: CudaBackend
         if near < where.size:
-            backend = NodesBackend(calls, transport, device, capacity, hosts=hosts, libraries=libraries)
+            nodes: dict[str, Any] = {"node_size": near, "libraries": libraries}
+            backend = NodesBackend(calls, transport, device, capacity, hosts=hosts, **nodes)
         else:
             more: dict[str, Any] = {"stride": stride, "want_multicast": multicast}
             backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, **more)

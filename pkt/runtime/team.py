@@ -39,8 +39,9 @@ class TeamBackend:
         self.offset: int = offset
         self.capacity, self.base = capacity, whole.base + offset
         self.torch_device, self.num_sms, self.gap, self.gpu = whole.torch_device, whole.num_sms, whole.gap, whole.gpu
-        self.node_size, self.library = whole.node_size, whole.library
-        self.stride = whole.stride * (step_of(self.ranks) or 1)
+        self.node_size, self.network, self.library = whole.node_size, whole.network, whole.library
+        # Over nodes windows form a ring, and steps in a team's ranks are none in addresses.
+        self.stride = whole.stride if self.network else whole.stride * (step_of(self.ranks) or 1)
         self.constants = team_constants(self.ranks, whole.size)
 
     @property

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from pkt.errors import Closed, DtypeError, RankError, Unsupported, ranks_named
-from pkt.language.world import DeviceWorld, Network, code_hash
+from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime.backend import Backend
 from pkt.runtime.kept import Scope, entered, scratch
 from pkt.runtime.launch.streams import OneInFlight
@@ -241,7 +241,6 @@ class World:
             backend = self._backend
             team, table = backend.constants if isinstance(backend, TeamBackend) else (0, 0)
             whole = self.lineage[-1]._backend
-            network = Network(whole.node_size, len(whole.arena)).constant if whole.arena else 0
             self._device = DeviceWorld(
                 rank=backend.rank,
                 size=tl.constexpr(backend.size),
@@ -252,7 +251,7 @@ class World:
                 team=tl.constexpr(team),
                 table=tl.constexpr(table),
                 node_size=tl.constexpr(backend.node_size if self.nodes > 1 else 0),
-                network=tl.constexpr(network),
+                network=tl.constexpr(backend.network),
             )
         return self._device
 

@@ -31,7 +31,7 @@ class SimulatedRank:
     """One rank of a Machine as a pkt.runtime.backend.Backend."""
 
     gpu, timeout, journal, copies = "simulated", None, None, None
-    arena, library = range(0), ""  # counters have one lane
+    arena, network, library = range(0), 0, ""  # counters have one lane, and every window its place
 
     def __init__(self, machine: Machine, rank: int, capacity: int) -> None:
         self.machine = machine

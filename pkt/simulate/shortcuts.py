@@ -309,12 +309,12 @@ def split(slow: Callable) -> Callable:
 
 
 def peer(slow: Callable, builder: Any) -> Callable:
-    """`pkt.language.address.peer` for one rank, in one addition. A rank that does not exist is noted for the message:
-    its address may be in the multicast window."""
+    """`pkt.language.address.peer` for one rank, in one addition, where windows have equal distances, as the simulator's
+    do. A rank that does not exist is noted for the message: its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
         to, size = _number(rank), _number(world.size)
-        if type(ptr) is not tl.tensor:
+        if type(ptr) is not tl.tensor or world.network:
             return slow(ptr, rank, world)
         last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
         if last is not None and size is not None and last >= size and site().call != "multicast":

@@ -54,7 +54,7 @@ def places(world: pkt.World) -> None:
 def memory(world: pkt.World) -> None:
     """Allocation, free, and memory that is used again; other ranks' memory is refused."""
     device, arena = world.device, len(world.backend.arena)
-    assert Network.of(device.network.value) == (1, arena)
+    assert Network.of(device.network.value) == (1, arena, 1)
     base = world.backend.base
     for _ in range(3):
         made = [pkt.full(1000, float(i)) for i in range(20)]

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 
+import pkt
 import pkt.language as pl
 from pkt.errors import Unsupported
-from pkt.language.inspect import ARENA, SHIFT, compile_only, device_world
+from pkt.language.inspect import ARENA, compile_only, device_world
 from pkt.language.ptx import POLLS_PER_CHECK, nvshmem
 from pkt.language.world import RECORD_FIELDS, STATUS_DEADLINE, STATUS_FIRST_RECORD, Network
 from tests import device_library
@@ -85,17 +87,16 @@ def steps(kernel: Any) -> list[str]:
     return [op for at, op in enumerate(found) if op != "bar.sync" or found[at - 1 : at] != [op]]
 
 
-DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global", "fence.proxy.alias"]
+DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global"]
 
 
 def test_threads_meet_and_publish_before_a_call() -> None:
-    """TMA stores have landed, what was written through the window is visible at NVSHMEM's address, and no thread is
-    late. A signal releases, as within a node; a put's own fence is in its wrapper."""
-    assert steps(far("signal"))[-6:] == [*DRAIN, "bar.sync", "fence.acq_rel.sys", "far_signal"]
-    assert steps(far("put"))[-5:] == [*DRAIN, "bar.sync", "far_put"]
-    assert steps(far("put_signal"))[-5:] == [*DRAIN, "bar.sync", "far_put_signal"]
+    """TMA stores have landed, and no thread is late. A signal releases, as within a node; a put's own fence is in its wrapper."""
+    assert steps(far("signal"))[-5:] == [*DRAIN, "bar.sync", "fence.acq_rel.sys", "far_signal"]
+    assert steps(far("put"))[-4:] == [*DRAIN, "bar.sync", "far_put"]
+    assert steps(far("put_signal"))[-4:] == [*DRAIN, "bar.sync", "far_put_signal"]
     fence = "fence.acq_rel.sys"
-    assert steps(far("order")) == [fence, "far_fence", *DRAIN, fence, "far_quiet", "bar.sync"]
+    assert steps(far("order")) == [fence, "far_fence", *DRAIN, "fence.proxy.alias", fence, "far_quiet", "bar.sync"]
 
 
 def test_a_barrier_completes_the_far_calls_before_it_arrives() -> None:
@@ -136,9 +137,8 @@ class Arguments:
 
     def __init__(self, how: str, rank: int = 2, peer: int = 1) -> None:
         self.window = HEAP + rank * STRIDE
-        self.given = (
-            self.window + self.X, self.window + self.Y, self.window + self.FLAG, 4096, peer, rank, self.window, SHIFT
-        )  # fmt: skip
+        addresses = [self.window + offset for offset in (self.X, self.Y, self.FLAG)]
+        self.given = (*addresses, 4096, peer, rank, self.window)
         text = re.sub(r"// begin inline asm.*?// end inline asm", "", body(far(how)), flags=re.S)
         self.values: dict[str, int] = {}
         for at, value in enumerate(self.given):
@@ -168,12 +168,52 @@ class Arguments:
 def test_calls_get_the_networks_addresses() -> None:
     """Data at its own offset, and a counter's lane behind the arena at twice its offset."""
     put, signal = Arguments("put"), Arguments("signal")
-    base = HEAP + 2 * STRIDE + SHIFT
+    base = HEAP + 2 * STRIDE
     assert put.all() == [base + put.Y, base + put.X, 4096, 1]
     assert signal.all()[:2] == [base + ARENA + 2 * signal.FLAG, 1]
     both = Arguments("put_signal").all()
     assert both[:4] == [base + put.Y, base + put.X, 4096, base + ARENA + 2 * signal.FLAG]
     assert both[-1] == 1
+
+
+# ------------------------------------------------------------------------------------------------- windows of the node
+@triton.jit
+def address_kernel(x, out, peer_ptr, world):
+    tl.store(out, tl.cast(pl.peer(x, tl.load(peer_ptr), world), tl.int64) - tl.cast(x, tl.int64))
+
+
+def strides_to(rank: int, peer: int, ring: int, team: list[int] | None = None) -> float:
+    """From the window of rank `rank` of 6, on nodes of 2, to where pl.peer leads, as compiled for GPUs. Both are the
+    team's ranks, where there is one."""
+    world = device_world(rank, 6, STRIDE, node_size=2, team=team, ring=ring)
+    if team is not None and len({r // 2 for r in team}) == 1:
+        world = world._replace(node_size=tl.constexpr(0))
+
+    def on_a_rank(one: pkt.World) -> float:
+        x, out, at = pkt.empty(1), pkt.empty(1, dtype=torch.int64), pkt.full(1, peer, dtype=torch.int64)
+        address_kernel[(1,)](x, out, at, world._replace(status=one.device.status))
+        return out.item() / STRIDE
+
+    return pkt.launch(on_a_rank, ranks=1, device="cpu")[0]
+
+
+@pytest.mark.parametrize("ring", [2, 6])
+def test_peer_goes_around_the_ring_and_far_ranks_are_nowhere(ring: int) -> None:
+    for rank in range(6):
+        near = rank ^ 1
+        assert strides_to(rank, rank, ring) == 0
+        assert strides_to(rank, near, ring) == (near - rank) % ring
+        for far in range(6):
+            if far // 2 != rank // 2:
+                assert strides_to(rank, far, ring) * STRIDE >= 1 << 48
+
+
+def test_peer_goes_around_the_ring_in_teams() -> None:
+    assert strides_to(1, 0, 6, team=[2, 3]) == 5
+    assert strides_to(0, 1, 6, team=[2, 3]) == 1
+    assert strides_to(0, 1, 6, team=[3, 2]) == 5
+    assert strides_to(1, 2, 6, team=[1, 4, 5]) == 1
+    assert strides_to(1, 0, 6, team=[1, 4, 5]) * STRIDE >= 1 << 48
 
 
 # --------------------------------------------------------------------------------------------------- lanes of counters
@@ -182,9 +222,11 @@ class Scene:
 
     RANK, SIZE = 3, 6
 
-    def __init__(self, kind: str = "*int32", cmp: str = "ge", deadline: int = 0, team: list[int] | None = None) -> None:
+    def __init__(
+        self, kind: str = "*int32", cmp: str = "ge", deadline: int = 0, team: list[int] | None = None, ring: int = 2
+    ) -> None:
         rank = self.RANK if team is None else team.index(self.RANK)
-        world = device_world(rank, self.SIZE, STRIDE, node_size=2, team=team)
+        world = device_world(rank, self.SIZE, STRIDE, node_size=2, team=team, ring=ring)
         if team is not None and len({r // 2 for r in team}) == 1:
             world = world._replace(node_size=tl.constexpr(0))
         flip = cmp == "flip"
@@ -206,7 +248,7 @@ class Scene:
     def thread(self, want: int) -> Thread:
         name = "%rd" if self.bits == 64 else "%r"
         found, ptr = re.search(rf"ld\.acquire\.sys\.global\.b{self.bits} ({name}\d+), \[(%rd\d+)\]", self.text).groups()
-        rank = re.search(r"rem\.u32 i, (%?\w+),", self.text)[1]
+        rank = re.search(r"rem\.u32 own, (%?\w+),", self.text)[1]
         registers = {
             ptr: self.counter,
             re.search(rf"mov\.b{self.bits} last, ({name}\d+)", self.text)[1]: want % 2**self.bits,
@@ -265,18 +307,21 @@ def test_a_barrier_waits_for_the_top_bit_of_the_sum() -> None:
         assert scene.done(0) == 2**31, far_ones
 
 
+@pytest.mark.parametrize("ring", [2, 6])
 @pytest.mark.parametrize("team", [None, [1, 3, 5], [2, 3], [5, 3, 0]])
-def test_an_expired_wait_aborts_its_node_and_writes_nowhere_else(team: list[int] | None) -> None:
-    """The windows of other nodes are not mapped: an access would end the process."""
-    scene = Scene(deadline=3000, team=team).add(2, 3)
+def test_an_expired_wait_aborts_its_node_and_writes_nowhere_else(team: list[int] | None, ring: int) -> None:
+    """The windows of other nodes are not mapped: an access would end the process. That of the node's other rank, 2, is
+    the last of the ring, which begins with rank 3's."""
+    scene = Scene(deadline=3000, team=team, ring=ring).add(2, 3)
     thread = scene.thread(7)
     run([thread], tick=scene.tick)
     assert thread.done
     words = [scene.memory.load(scene.where + 4 * (STATUS_FIRST_RECORD + k), 32) for k in range(len(RECORD_FIELDS))]
     record = dict(zip(RECORD_FIELDS, words))
     assert (record["rank"], record["wanted"], record["found"]) == (3, 7, 5)
-    assert [scene.memory.load(HEAP + r * STRIDE, 32) for r in range(6)] == [0, 0, 1, 1, 0, 0]
-    assert {(address - HEAP) // STRIDE for address in scene.memory.words} == {2, 3}
+    aborted = {(address - scene.where) // STRIDE for address in scene.memory.words}
+    assert aborted == {0, ring - 1}
+    assert [scene.memory.load(scene.where + at * STRIDE, 32) for at in aborted] == [1, 1]
 
 
 def test_a_poll_adds_the_lane_with_an_acquire() -> None:
@@ -288,11 +333,12 @@ def test_a_poll_adds_the_lane_with_an_acquire() -> None:
 
 
 def test_the_constant_of_a_network_fits_beside_a_tuple() -> None:
-    for node_size, arena in ((1, 4096), (72, 1 << 32), ((1 << 20) - 1, (1 << 40) - 1)):
-        constant = Network(node_size, arena).constant
+    most = (1 << 20) - 1
+    for parts in ((1, 1 << 16, 1), (8, 5 << 16, 72), (72, 1 << 32, 8), (most, most << 16, most)):
+        constant = Network(*parts).constant
         assert 0 < constant < 1 << 60
-        assert Network.of(constant) == (node_size, arena)
-    assert Network.of(0) == (0, 0)
+        assert Network.of(constant) == parts
+    assert Network.of(0) == (0, 0, 0)
 
 
 # --------------------------------------------------------------------------------------------------- what is refused

@@ -29,8 +29,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _mmap(address: int, nbytes: int, prot: int, flags: int, fd: int) -> int:
-    found = _libc.mmap(address or None, nbytes, prot, flags, fd, 0)
+def _mmap(address: int, nbytes: int, prot: int, flags: int, fd: int, offset: int = 0) -> int:
+    found = _libc.mmap(address or None, nbytes, prot, flags, fd, offset)
     if found in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap")
     return found

@@ -1,7 +1,8 @@
 """An NVSHMEM of one process, whose collective calls wait for the other ranks. It has the calls of
 pkt.runtime.gpu.nvshmem.Library, and fails, hangs or does without memory where a test asks.
 
-Memory comes full of garbage, and no rank reaches another one's: only kernels send, and none runs here.
+Memory comes full of garbage. The windows of a host's ranks form a ring, as NVSHMEM's do: this rank's own, those of the
+ranks behind it, then those from the first one on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import multiprocessing
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,10 +22,21 @@ from pkt.errors import DriverError
 from pkt.language.ptx import nvshmem as tried
 from pkt.runtime.gpu.driver import OUT_OF_MEMORY
 
-from .fake_driver import PAGE, FakeDriver, _mmap
+from .fake_driver import MAP_FIXED, MAP_NORESERVE, PAGE, PROT_NONE, FakeDriver, _mmap
 
 GARBAGE = 0xA5
 ROOM = 1 << 26  # bytes of a fake GPU
+
+
+class Meeting:
+    """Where the collective calls of forked ranks meet, and the memory of each. near: ranks of a host."""
+
+    def __init__(self, size: int, near: int | None = None) -> None:
+        self.near = near or size
+        self.memory = [os.memfd_create(f"rank {rank}") for rank in range(size)]
+        for fd in self.memory:
+            os.ftruncate(fd, ROOM)
+        self.wait = multiprocessing.get_context("fork").Barrier(size).wait
 
 
 class FakeNvshmem:
@@ -34,6 +47,7 @@ class FakeNvshmem:
     def __init__(self, driver: FakeDriver, meeting: Any, fail: set[str] = frozenset(), hang: set[str] = frozenset()):
         self.driver, self.meeting, self.fail, self.hang = driver, meeting, fail, hang
         self.calls: Counter[str] = Counter()
+        self.windows = self.given_out = 0  # address of the ring, bytes of each window that malloc has given
         self.found = tried.TRIED[-1]  # the version that is loaded
         self.given: list[int] = []  # modules that were given the state
         self.threads = 0
@@ -77,11 +91,27 @@ class FakeNvshmem:
         self._called("malloc")
         self.meeting.wait()
         whole = -(-nbytes // PAGE) * PAGE
-        protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _mmap(0, whole, protection, kind, -1)
-        ctypes.memset(address, GARBAGE, whole)
-        self.driver.mapped[address] = whole
-        return address
+        near = self.meeting.near
+        if not self.windows:
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            self.windows = _mmap(0, near * ROOM, PROT_NONE, kind, -1)
+        first, offset = self.rank // near * near, self.given_out
+        for rank in range(first, first + near):
+            at, protection = self._window(rank) + offset, mmap.PROT_READ | mmap.PROT_WRITE
+            _mmap(at, whole, protection, mmap.MAP_SHARED | MAP_FIXED, self.meeting.memory[rank], offset)
+            self.driver.mapped[at] = whole
+        mine = self.windows + offset
+        ctypes.memset(mine, GARBAGE, whole)
+        self.given_out += whole
+        self.meeting.wait()
+        return mine
+
+    def _window(self, rank: int) -> int:
+        return self.windows + (rank - self.rank) % self.meeting.near * ROOM
+
+    def address(self, mine: int, rank: int) -> int:
+        here = rank // self.meeting.near == self.rank // self.meeting.near
+        return mine - self.windows + self._window(rank) if here else 0
 
     def barrier(self) -> None:
         self._called("barrier")
@@ -93,11 +123,6 @@ class FakeNvshmem:
 
     def enter(self) -> None:
         self.threads += 1
-
-
-def meeting_of(size: int) -> Any:
-    """Where the collective calls of so many forked ranks meet."""
-    return multiprocessing.get_context("fork").Barrier(size)
 
 
 def install(patch: pytest.MonkeyPatch, version: str = tried.TRIED[-1]) -> None:

@@ -1,4 +1,4 @@
-"""Worlds of several nodes of one rank, over a fake NVSHMEM: where things lie, one start, blocks, failures, losses."""
+"""Worlds of several nodes over a fake NVSHMEM: where things lie, one start, blocks, failures, losses."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from pkt.language.ptx import nvshmem as tried
 from pkt.runtime.backend import SIGNAL_HEADER
 from pkt.runtime.bootstrap import Place, open_world
 from pkt.runtime.gpu import nvshmem, symmetric
-from pkt.runtime.gpu.nodes import COUNTERS, FAR, UNIT
+from pkt.runtime.gpu.nodes import ALONE, COUNTERS, ring_of
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from pkt.runtime.processes.rendezvous import prepare
 from tests import device_library
@@ -25,10 +25,10 @@ from tests.gpu import cases_nodes
 
 from . import fake_nvshmem, forked
 from .fake_driver import FakeDriver, FakeGpu
-from .fake_nvshmem import GARBAGE, FakeNvshmem
+from .fake_nvshmem import GARBAGE, FakeNvshmem, Meeting
 
 HEAP = 1 << 20
-ARENA = UNIT
+ARENA = page.ARENA_UNIT
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,10 @@ class Rank:
         return open_world(Place(rank, size, next(self.places)), self.rank, heap, timeout, **options)
 
 
-def on_ranks(size, main, worlds=1, options=lambda rank: {}, met=None):
-    """main(Rank) on forked ranks. worlds: that each may open. met: ranks that meet in NVSHMEM. Returns their ends."""
-    places, meeting = [prepare() for _ in range(worlds)], fake_nvshmem.meeting_of(met or size)
+def on_ranks(size, main, worlds=1, options=lambda rank: {}, met=None, near=None):
+    """main(Rank) on forked ranks. worlds: that each may open. met: ranks that meet in NVSHMEM. near: ranks of a host;
+    None: all. Returns their ends."""
+    places, meeting = [prepare() for _ in range(worlds)], Meeting(met or size, near)
     try:
         return forked.run(size, lambda rank: main(Rank(rank, places, meeting, **options(rank))))
     finally:
@@ -84,10 +85,10 @@ def test_what_kernels_are_told():
             found, near = world.device, world.on_node.device
             assert found.code.value == page.code_hash(tried.identity()) != page.code_hash()
             assert near.code.value == found.code.value
-            assert page.Network.of(found.network.value) == (1, ARENA)
+            assert page.Network.of(found.network.value) == (1, ARENA, 1)
             assert near.network.value == found.network.value
             assert (found.node_size.value, near.node_size.value) == (1, 0)
-            assert (found.shift.value, found.stride.value, found.multicast.value) == (0, FAR, False)
+            assert (found.stride.value, found.multicast.value) == (ALONE, False)
             base = world.backend.base
             assert found.status.data_ptr() == near.status.data_ptr() == base
             assert base in [a for a, _ in symmetric._job.blocks.values()], "the window is NVSHMEM's memory"
@@ -178,7 +179,7 @@ def test_a_heap_holds_as_much_data_as_was_asked_for():
             return len(many)
 
     assert values(on_ranks(2, main)) == [10, 10]
-    assert ARENA == -(-HEAP // (COUNTERS * UNIT)) * UNIT
+    assert ARENA == -(-HEAP // (COUNTERS * page.ARENA_UNIT)) * page.ARENA_UNIT
 
 
 def test_nested_teams_take_parts_of_the_arena():
@@ -380,17 +381,6 @@ def test_ranks_must_agree_on_the_ranks_of_a_node():
     def main(me):
         with pytest.raises(Unsupported, match=r"ranks of a node \(PKT_NODE_SIZE\) differs"):
             me.open(2, node_size=1 + me.rank)
-        return True
-
-    assert values(on_ranks(2, main)) == [True, True]
-
-
-def test_ranks_on_one_gpu_are_refused(monkeypatch):
-    monkeypatch.setenv("PKT_SHARE_GPU", "1")
-
-    def main(me):
-        with pytest.raises(Unsupported, match="PKT_SHARE_GPU=1"):
-            me.open(2)
         return True
 
     assert values(on_ranks(2, main)) == [True, True]

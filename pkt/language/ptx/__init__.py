@@ -5,7 +5,7 @@ Inline assembly runs in every thread of the program. An operation that must happ
 uses `tl.atomic_*`, which Triton executes in one thread.
 """
 
-from .far import far_fence, far_put, far_put_signal, far_quiet, far_signal, lane, near_only, unknown
+from .far import far_fence, far_put, far_put_signal, far_quiet, far_signal, lane, near_only, ring, unknown
 from .flagged import put_flagged, take_flagged
 from .multimem import multimem_can, multimem_load_reduce, multimem_reduce_add, multimem_store
 from .order import SIGNAL_MARKER, cta_barrier, drain, fence, load_relaxed, prefetch, proxy_fence

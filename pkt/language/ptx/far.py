@@ -3,9 +3,9 @@
 The program's threads are synchronised before each of them. Then all threads move a put's bytes where NVSHMEM can store
 to the rank, and one thread speaks for the program in everything else.
 
-A rank's symmetric memory has two addresses: that in its window, where kernels work, and NVSHMEM's, `world.shift` bytes
-away. A counter of a world of several nodes has two lanes. Ranks of this node add to the counter itself. The network
-adds to a uint64 of its own, because its atomics and those of GPUs do not mix. `lane` finds it by arithmetic.
+A rank's window is NVSHMEM's memory, at NVSHMEM's address. A counter of a world of several nodes has two lanes. Ranks of
+this node add to the counter itself. The network adds to a uint64 of its own, because its atomics and those of GPUs do
+not mix. `lane` finds it by arithmetic.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _call(name: str, call: str, args: list, semantic: Any) -> None:
     )
 
 
-def _address(ptr: Any, world: Any, semantic: Any) -> Any:
-    """NVSHMEM's address of what a pointer into my window points to."""
-    shift = core.cast(semantic.to_tensor(plain(world.shift)), core.int64, _semantic=semantic)
-    return semantic.add(core.cast(ptr, core.int64, _semantic=semantic), shift, False)
+@primitive
+def ring(world, _semantic=None):
+    """Number of windows in the ring of this rank's node: see `Network`."""
+    return core.constexpr(page.Network.of(plain(world.network)).ring)
 
 
 @primitive
@@ -81,7 +81,6 @@ def lane(ptr, world, _semantic=None):
 def far_put(dst, src, nbytes, peer, world, _semantic=None):
     """Let the network copy `nbytes` from my `src` into `dst` of rank `peer`, a number in the world of all ranks.
     nvshmemx_putmem_nbi_block."""
-    dst, src = (_address(ptr, world, _semantic) for ptr in (dst, src))
     _call("put", "pl.put", [dst, src, nbytes, peer], _semantic)
 
 
@@ -89,7 +88,7 @@ def far_put(dst, src, nbytes, peer, world, _semantic=None):
 def far_put_signal(dst, src, nbytes, ptr, value, peer, op, world, _semantic=None):
     """`far_put`, then add `value` to the counter's lane. op: "add". nvshmemx_putmem_signal_nbi_block."""
     _adds(op, "pl.put_signal")
-    dst, src, to = (_address(x, world, _semantic) for x in (dst, src, _lane_of(ptr, world, _semantic)))
+    to = _lane_of(ptr, world, _semantic)
     _call("put_signal", "pl.put_signal", [dst, src, nbytes, to, value, peer], _semantic)
 
 
@@ -97,8 +96,7 @@ def far_put_signal(dst, src, nbytes, ptr, value, peer, op, world, _semantic=None
 def far_signal(ptr, value, peer, op, world, _semantic=None):
     """Add `value` to the lane of rank `peer`'s counter. op: "add". nvshmemx_signal_op, which releases nothing."""
     _adds(op, "pl.signal")
-    to = _address(_lane_of(ptr, world, _semantic), world, _semantic)
-    _call("signal", "pl.signal", [to, value, peer], _semantic)
+    _call("signal", "pl.signal", [_lane_of(ptr, world, _semantic), value, peer], _semantic)
 
 
 @simulated

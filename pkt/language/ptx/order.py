@@ -64,10 +64,9 @@ def drain(world, pending=0, _semantic=None):
 
 
 def proxy_fences(world: Any, semantic: Any) -> str:
-    # TMA is a proxy of its own (async). So is each virtual address of one memory: mine, the multicast window's and the
-    # network's.
+    # TMA is a proxy of its own (async). So is each virtual address of one memory: mine, and the multicast window's.
     fences = ["fence.proxy.async.global;"] if capability(semantic) >= 90 else []
-    if world is None or plain(world.multicast) or plain(world.network):
+    if world is None or plain(world.multicast):
         fences.append("fence.proxy.alias;")
     return "\n".join(fences)
 

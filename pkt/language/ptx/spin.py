@@ -113,7 +113,7 @@ $$PKT_ABORT_${{:uid}}:
 @!late bra $$PKT_DONE_${{:uid}};
 {first_rank}mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
 $$PKT_RAISE_${{:uid}}:
-{loop}st.relaxed.sys.global.b32 [at + {abort}], 1;
+{loop}{home}st.relaxed.sys.global.b32 [at + {abort}], 1;
 add.u32 i, i, 1; add.s64 at, at, {stride};
 setp.lt.u32 q, i, {size};
 @q bra $$PKT_RAISE_${{:uid}};
@@ -122,14 +122,23 @@ $$PKT_DONE_${{:uid}}:
 }}"""
 
 
-def _everybody(world: Any) -> tuple[int, int]:
-    """Number and stride of the ranks that an expired wait aborts: all whose memory this one reaches, also those outside
-    a team. Waits of other nodes end at their own deadline."""
+def _everybody(rank: str, status: str, world: Any) -> dict[str, Any]:
+    """How an expired wait reaches the ranks that it aborts: all whose memory this one reaches, also those outside a
+    team. Waits of other nodes end at their own deadline. rank, status: operands, this rank in the world of all ranks
+    and its status page.
+
+    size, stride: of those ranks. first_rank: sets `off` to the strides from the first one's window to mine, and the
+    index i to 0. home: corrects the address `at` of the i-th rank's status page."""
     size, stride, team = plain(world.size), plain(world.stride), plain(world.team)
+    if plain(world.network):
+        network = page.Network.of(plain(world.network))
+        around = f"rem.u32 own, {rank}, {network.node_size}; cvt.s64.s32 off, own; sub.s64 off, off, {network.ring};"
+        home = f"setp.eq.u32 q, i, own; @q mov.b64 at, {status};\n"  # the ring of windows begins with mine
+        return {"size": network.node_size, "stride": stride, "first_rank": f"{around} mov.b32 i, 0; ", "home": home}
     if team:
         size, _, step = page.Team.of(team)
         stride = stride if plain(world.table) else stride // step
-    return page.Network.of(plain(world.network)).node_size or size, stride
+    return {"size": size, "stride": stride, "first_rank": f"mov.b32 i, 0; cvt.s64.s32 off, {rank}; ", "home": ""}
 
 
 def _stored(bits: int, value: str, field: str) -> str:
@@ -163,17 +172,12 @@ def spin(
     of a word that are used, each by itself.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
-    size, stride = _everybody(world)
-    first_rank = f"mov.b32 i, 0; cvt.s64.s32 off, {rank}; "
-    if plain(world.network):
-        first_rank = f"rem.u32 i, {rank}, {size}; cvt.s64.s32 off, i; mov.b32 i, 0; "
     return _SPIN.format(
         marker=WAIT_MARKER,
         before=before,
         poll=poll,
         holds=holds,
         look=look,
-        first_rank=first_rank,
         after=after,
         bits=bits,
         values="\n".join([*(_stored(bits, *value) for value in ((want, "wanted"), (found, "found"))), *_mixed(data)]),
@@ -195,8 +199,7 @@ def spin(
         records=page.MAX_RECORDS,
         owner=4 * page.RECORD_FIELDS.index("owner"),
         site=page.site_hash(_kernel_name()),
-        stride=stride,
-        size=size,
+        **_everybody(rank, status, world),
     )
 
 

@@ -74,7 +74,7 @@ class CudaBackend:
 
     gap = 0
     timed = None
-    arena, library = range(0), ""
+    arena, network, library = range(0), 0, ""
     capacity: int
     _granularity: int
 

@@ -65,6 +65,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name: type of the result, ty
     "nvshmem_my_pe": (ctypes.c_int, []),
     "nvshmem_n_pes": (ctypes.c_int, []),
     "nvshmem_malloc": (ctypes.c_void_p, [ctypes.c_size_t]),
+    "nvshmem_ptr": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int]),
     "nvshmem_barrier_all": (None, []),
     "nvshmemx_cumodule_init": (ctypes.c_int, [ctypes.c_void_p]),
 }
@@ -129,6 +130,10 @@ class Library:
         if not address:
             raise self._no_memory(nbytes, "NVSHMEM gave none; NVSHMEM_SYMMETRIC_SIZE may be too small")
         return int(address)
+
+    def address(self, mine: int, rank: int) -> int:
+        """Where `rank`'s copy of the memory at `mine` is mapped here; 0 where only the network reaches it."""
+        return int(self._library.nvshmem_ptr(mine, rank) or 0)
 
     def barrier(self) -> None:
         """Collective: all that was sent has arrived everywhere."""

@@ -52,13 +52,14 @@ class Job:
 
 def take(
     votes: Votes, driver: CudaDriver, device: int, nbytes: int, one_host: bool, libraries: Libraries, undo: ExitStack
-) -> int:
-    """Collective: the address of `nbytes` of NVSHMEM's memory, until `undo`. The first call of a process starts
-    NVSHMEM. Raises Unsupported, DriverError or HeapFull, the same on every rank."""
+) -> list[int]:
+    """Collective: the addresses here of `nbytes` of NVSHMEM's memory on each rank, until `undo`; 0 where only the
+    network reaches it. The first call of a process starts NVSHMEM. Raises Unsupported, DriverError or HeapFull, the
+    same on every rank."""
     driver.synchronize(device)  # kernels of a closed world may still write to its block
     job, transport = _job, votes.transport
-    mine = {"job": job.name if job else "", "place": job.place if job else [], "free": job.free() if job else {}}
-    said = transport.exchange(mine, "NVSHMEM: job")
+    here = {"job": job.name if job else "", "place": job.place if job else [], "free": job.free() if job else {}}
+    said = transport.exchange(here, "NVSHMEM: job")
     if job is None and not any(one["job"] for one in said):
         job = _start(votes, driver, device, nbytes, one_host, libraries)
     _check_alike(said)
@@ -75,7 +76,8 @@ def take(
         job.blocks[number] = address, nbytes
     job.taken.add(number)
     undo.callback(job.taken.discard, number)
-    return job.blocks[number][0]
+    mine = job.blocks[number][0]
+    return [job.library.address(mine, rank) for rank in range(transport.size)]
 
 
 def _check_alike(said: list[dict[str, Any]]) -> None:

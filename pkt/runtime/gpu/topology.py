@@ -13,6 +13,7 @@ from typing import Any
 from pkt.errors import Unsupported
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.sharing import may_share
+from pkt.runtime.gpu.votes import Votes
 from pkt.wording import table
 
 # Each of these turns multicast off before any call of the driver: pkt's switch, and those of other libraries.
@@ -23,9 +24,9 @@ OFF_SWITCHES = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 ACROSS = (
-    "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host; "
-    "otherwise make a world a host, pkt.init(group=), or nodes of one rank, PKT_NODE_SIZE=1, which have never run over "
-    "a network"
+    "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host, or "
+    "as many ranks on each host, in order, which then are nodes over NVSHMEM; otherwise make a world a host, "
+    "pkt.init(group=)"
 )
 
 
@@ -184,6 +185,21 @@ def probe(driver: CudaDriver, device: int, host: str, spans: bool) -> dict[str, 
         if peer != device
     }
     return {"gpu": asdict(gpu), "links": links}
+
+
+def node_size(votes: Votes, driver: CudaDriver, device: int, hosts: Sequence[str]) -> int:
+    """Collective: the number of ranks of a node, of which a host or an NVLink domain over several hosts is one; all
+    ranks where the nodes would be unequal, or their ranks not follow each other: `Topology.check` then says why not."""
+    size = len(hosts)
+    if len(set(hosts)) == 1:
+        return size
+    said = votes.transport.exchange(votes.attempt(lambda: driver.domain(device)), "NVLink domains")
+    votes.check(said, "NVLink domains")
+    places = [one["value"] or host for one, host in zip(said, hosts, strict=True)]
+    count = len(set(places))
+    near = size // count
+    equal = all(len(set(places[first : first + near])) == 1 for first in range(0, size, near))
+    return near if size % count == 0 and equal else size
 
 
 def assemble(probes: Sequence[Mapping[str, Any]]) -> Topology:

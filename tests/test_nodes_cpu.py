@@ -1,4 +1,4 @@
-"""The parts of tests/gpu/cases_nodes.py in the simulator, with two nodes of one rank."""
+"""The parts of tests/gpu/cases_nodes.py in the simulator, with two nodes of one rank and of two."""
 
 import functools
 
@@ -13,6 +13,11 @@ ON_GPUS = ("memory",)  # of NVSHMEM's
 @pytest.mark.parametrize("name", [name for name in cases_nodes.PARTS if name not in ON_GPUS])
 def test_part_is_right(name: str) -> None:
     pkt.launch(functools.partial(_run, name), ranks=2, node_size=1, device="cpu", sms=4)
+
+
+@pytest.mark.parametrize("name", ["places", "calls", "all_reduce", "moe"])
+def test_part_is_right_on_nodes_of_two(name: str) -> None:
+    pkt.launch(functools.partial(_run, name), ranks=4, node_size=2, device="cpu", sms=4)
 
 
 def _run(name: str, world: pkt.World) -> None:

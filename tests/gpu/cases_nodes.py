@@ -1,7 +1,8 @@
-"""Parts of the test of worlds of several nodes, and the program that runs them: two ranks, each a node of its own.
+"""Parts of the test of worlds of several nodes, and the program that runs them: on two nodes of one or more ranks.
 
     PKT_NODE_SIZE=1 torchrun --nproc-per-node 2 -m tests.gpu.cases_nodes            all parts
     PKT_NODE_SIZE=1 torchrun --nproc-per-node 2 -m tests.gpu.cases_nodes PART ...   some
+    PKT_NODE_SIZE=2 torchrun --nproc-per-node 4 -m tests.gpu.cases_nodes            on two nodes of two ranks
 
 A part has a world of its own. It prints a line when it ends. The program ends with a part that is wrong: the ranks may
 no longer be in one part, or a GPU's context gone. PKT_TEST_REPLAYS is how often an operator is replayed. The parts that
@@ -43,18 +44,21 @@ ACROSS = [name for name, operator in OPERATORS.items() if "nodes" in operator.ac
 # ---------------------------------------------------------------------------------------------------- parts in a world
 def places(world: pkt.World) -> None:
     """What the world says of its nodes."""
-    assert (world.nodes, world.node, world.local_rank, world.node_size) == (world.size, world.rank, 0, 1)
-    assert world.on_node.ranks == (world.rank,)
-    assert world.rail is world
-    assert world.on_node.nodes == 1
+    near = world.size // 2
+    assert (world.nodes, world.node_size) == (2, near)
+    assert (world.node, world.local_rank) == divmod(world.rank, near)
+    assert world.on_node.ranks == tuple(range(world.node * near, (world.node + 1) * near))
+    assert world.rail.ranks == (world.local_rank, world.local_rank + near)
+    assert (world.on_node.nodes, world.rail.nodes) == (1, 2)
     assert world.all_gather_object(world.rank) == list(range(world.size))
     assert not world.multicast
 
 
 def memory(world: pkt.World) -> None:
-    """Allocation, free, and memory that is used again; other ranks' memory is refused."""
-    device, arena = world.device, len(world.backend.arena)
-    assert Network.of(device.network.value) == (1, arena, 1)
+    """Allocation, free, and memory that is used again; other ranks' memory is refused, but for those of the node."""
+    device, arena, near = world.device, len(world.backend.arena), world.on_node
+    far = (world.rank + world.node_size) % world.size
+    assert Network.of(device.network.value)[:2] == (world.node_size, arena)
     base = world.backend.base
     for _ in range(3):
         made = [pkt.full(1000, float(i)) for i in range(20)]
@@ -70,7 +74,14 @@ def memory(world: pkt.World) -> None:
             assert flags.eq(0).all()
             lane.fill_(1)
         with pytest.raises(Unsupported, match="only the network reaches another node"):
-            made[0].peer(1 - world.rank)
+            made[0].peer(far)
+        here = pkt.full(1000, float(world.rank))
+        world.synchronize()
+        world.barrier()
+        for rank in near.ranks:
+            assert here.peer(rank).eq(rank).all()
+        world.barrier()
+        here.free()
         for x in (*made, *counters):
             x.free()
         world.barrier()
@@ -82,10 +93,10 @@ def memory(world: pkt.World) -> None:
 
 
 def calls(world: pkt.World) -> None:
-    """benchmarks.far's check of every device call, over memory of the world's."""
+    """benchmarks.far's check of every device call, between the two ranks of each rail."""
     on_gpu = world.torch_device.type == "cuda"
     with torch.device("cpu"):
-        print(far.check(far.ground(world), *((TURNS,) if on_gpu else (2, 40, 2)), grids=on_gpu), flush=True)
+        print(far.check(far.ground(world.rail), *((TURNS,) if on_gpu else (2, 40, 2)), grids=on_gpu), flush=True)
 
 
 def cases_of(name: str) -> Iterator[Case]:
@@ -172,7 +183,7 @@ def again() -> None:
             bases.append(world.backend.base)
             x = torch.full((777,), float(world.rank + turn), device=world.torch_device)
             found = pkt.all_reduce(x)
-            assert found.eq(1 + 2 * turn).all()
+            assert found.eq(sum(range(world.size)) + world.size * turn).all()
     assert len(set(bases)) == 1
     with pkt.init("1100MiB", timeout=SECONDS) as world:  # more than NVSHMEM was told at its start
         assert world.backend.base not in bases
@@ -190,7 +201,7 @@ def late(how: str) -> None:
     print(f"{how}, after {taken:.1f} s: {caught.value}", flush=True)
     assert taken < 30
     if os.environ["RANK"] == "0":
-        text = str(caught.value)  # by itself, or as rank 1 said before it left: in a barrier both wait
+        text = str(caught.value)  # by itself, or as another rank said before it left: in a barrier all wait
         assert isinstance(caught.value, WaitTimeout) or "gave up: WaitTimeout" in text
         assert "drop_kernel" in text
         assert "flags[" in text
@@ -198,7 +209,7 @@ def late(how: str) -> None:
 
 def dropped(how: str) -> None:
     with pkt.init(HEAP, timeout=4.0) as world:
-        drop_once(world, how, 1, 1)
+        drop_once(world, how, world.size - 1, 1)  # the rank behind it, which waits for its signal, is 0
 
 
 ALONE: dict[str, Callable[[], None]] = {

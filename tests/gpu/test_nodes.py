@@ -1,5 +1,5 @@
-"""Worlds of several nodes on two GPUs, each a node of its own, over NVSHMEM's device calls alone: the parts of
-cases_nodes in one job of torchrun, a killed rank, and pkt.launch.
+"""Worlds of two nodes on one host, over NVSHMEM's device calls alone: the parts of cases_nodes in one job of torchrun, a
+killed rank, and pkt.launch. A node is one rank, or two: on a host with two GPUs two ranks then share each.
 
     python -m pytest -s tests/gpu/test_nodes.py        -s shows the parts as they end
 
@@ -28,6 +28,7 @@ from tests.gpu.cases_nodes import LIMIT, NAMES
 from tests.gpu.run import scaled, unless_possible
 
 SECONDS = scaled("SECONDS", 210)
+NEAR = (1, 2)  # ranks of a node
 DEADLINE = 10  # seconds in which a lost rank must be named
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -50,31 +51,32 @@ def said(process: subprocess.Popen[str], seconds: float) -> list[str]:
     return lines
 
 
-def started(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PKT_NODE_SIZE": "1", **environment}
+def started(near: int, command: list[str], **environment: str) -> subprocess.Popen[str]:
+    shared = {"PKT_SHARE_GPU": "1"} if torch.cuda.device_count() < 2 * near else {}
+    variables = {**os.environ, **shared, "PKT_NODE_SIZE": str(near), **environment}
     return subprocess.Popen(
         [sys.executable, *command], env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
 @functools.cache
-def outcomes() -> tuple[dict[str, list[str]], list[int]]:
+def outcomes(near: int) -> tuple[dict[str, list[str]], list[int]]:
     """What the ranks said of each part, and the exit codes of the jobs."""
     end, left = time.monotonic() + SECONDS, list(NAMES)
     found: dict[str, list[str]] = {name: [] for name in NAMES}
     codes = []
     while left and time.monotonic() < end:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        job = started([*torchrun, "-m", "tests.gpu.cases_nodes", *left])
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * near)]
+        job = started(near, [*torchrun, "-m", "tests.gpu.cases_nodes", *left])
         lines = said(job, end - time.monotonic())
         codes.append(job.returncode)
         for line in lines:
             for name, rank, text in re.findall(r"PART ([\w ]+): rank (\d): (.*?)(?=PART |$)", line):
                 found[name].append(f"rank {rank}: {text}")
-        if "\n".join(lines).count("END rank") == 2:
+        if "\n".join(lines).count("END rank") == 2 * near:
             break
         wrong = (name for name in left if any("WRONG" in line for line in found[name]))
-        culprit = next(wrong, next((name for name in left if len(found[name]) < 2), left[-1]))
+        culprit = next(wrong, next((name for name in left if len(found[name]) < 2 * near), left[-1]))
         found[culprit].append("the job ended: " + " | ".join(lines[-12:]))
         left = left[left.index(culprit) + 1 :]
     for name in left:
@@ -84,14 +86,16 @@ def outcomes() -> tuple[dict[str, list[str]], list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_part(name: str) -> None:
-    told = outcomes()[0][name]
-    assert len(told) == 2, told
+@pytest.mark.parametrize("near", NEAR)
+def test_part(near: int, name: str) -> None:
+    told = outcomes(near)[0][name]
+    assert len(told) == 2 * near, told
     assert all(re.match(r"rank \d: right, ", line) for line in told), told
 
 
-def test_a_job_ends_by_itself() -> None:
-    assert outcomes()[1] == [0]
+@pytest.mark.parametrize("near", NEAR)
+def test_a_job_ends_by_itself(near: int) -> None:
+    assert outcomes(near)[1] == [0]
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -100,7 +104,7 @@ def test_a_killed_rank_is_named() -> None:
         free.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     ranks = [
-        started(["-m", "tests.gpu.cases_nodes", "lost"], RANK=str(rank), LOCAL_RANK=str(rank), **where)
+        started(1, ["-m", "tests.gpu.cases_nodes", "lost"], RANK=str(rank), LOCAL_RANK=str(rank), **where)
         for rank in range(2)
     ]
     try:

@@ -1,7 +1,9 @@
 """Worlds of several nodes over a fake NVSHMEM: where things lie, one start, blocks, failures, losses."""
 
+import dataclasses
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -14,11 +16,13 @@ from pkt.errors import Closed, DriverError, HeapFull, PeerLost, PktError, Unsupp
 from pkt.language import world as page
 from pkt.language.inspect import compile_only
 from pkt.language.ptx import nvshmem as tried
+from pkt.runtime import bootstrap
 from pkt.runtime.backend import SIGNAL_HEADER
 from pkt.runtime.bootstrap import Place, open_world
 from pkt.runtime.gpu import nvshmem, symmetric
 from pkt.runtime.gpu.nodes import ALONE, COUNTERS, ring_of
 from pkt.runtime.gpu.topology import OFF_SWITCHES
+from pkt.runtime.processes import network
 from pkt.runtime.processes.rendezvous import prepare
 from tests import device_library
 from tests.gpu import cases_nodes
@@ -384,6 +388,75 @@ def test_ranks_must_agree_on_the_ranks_of_a_node():
         return True
 
     assert values(on_ranks(2, main)) == [True, True]
+
+
+@pytest.mark.parametrize("near", [4, 2])
+def test_ranks_of_a_node_reach_each_others_windows(monkeypatch, near):
+    """Two nodes of two ranks: on one host, where NVSHMEM maps all four windows, and on two."""
+    monkeypatch.setenv("PKT_NODE_SIZE", "2")
+
+    def main(me):
+        with me.open(4) as world:
+            assert page.Network.of(world.device.network.value) == (2, ARENA, near)
+            x, team = pkt.full(3, float(me.rank)), world.on_node
+            world.barrier()
+            other, (far, _) = me.rank ^ 1, (2 - me.rank // 2 * 2, 0)
+            assert x.peer(other).tolist() == [float(other)] * 3
+            assert x.peer(other).data_ptr() - x.data_ptr() == (other - me.rank) % near * world.device.stride.value
+            with pytest.raises(Unsupported, match=rf"found rank {far} on node {far // 2}, wanted one of ranks"):
+                x.peer(far)
+            assert team.device.stride.value == world.device.stride.value
+            assert (team.device.node_size.value, team.device.network.value) == (0, world.device.network.value)
+            y = pkt.full(2, float(10 + me.rank), world=team)
+            team.barrier()
+            return y.peer(1 - team.rank).tolist(), world.rail.ranks, me.driver.calls["create"]
+
+    ends = values(on_ranks(4, main, near=near))
+    assert ends == [([float(10 + (r ^ 1))] * 2, (r % 2, r % 2 + 2), 0) for r in range(4)]
+
+
+def test_hosts_that_nvlink_does_not_join_are_nodes(monkeypatch):
+    monkeypatch.delenv("PKT_NODE_SIZE")
+    monkeypatch.setenv("PKT_SECRET", "s" * network.SECRET_LETTERS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = Meeting(4, near=2)
+
+    def main(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        where = dataclasses.replace(bootstrap.place(None, 20.0), host=f"host {rank // 2}")
+        driver = FakeDriver(rank, gpus=[FakeGpu(f"uuid-{rank}")])
+        library = FakeNvshmem(driver, meeting)
+        with open_world(where, 0, HEAP, 10.0, driver=lambda r: driver, libraries=library) as world:
+            x = pkt.full(2, float(rank))
+            world.barrier()
+            assert "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME" not in os.environ, "NVSHMEM would look at one host only"
+            return world.nodes, world.node_size, world.on_node.ranks, x.peer(rank ^ 1)[0].item()
+
+    ends = values(forked.run(4, main))
+    assert ends == [(2, 2, (r // 2 * 2, r // 2 * 2 + 1), float(r ^ 1)) for r in range(4)]
+
+
+def test_steps_of_a_teams_ranks_are_none_in_addresses(monkeypatch):
+    monkeypatch.setenv("PKT_NODE_SIZE", "3")
+
+    def main(me):
+        with me.open(6, heap=4 * HEAP) as world:
+            first = me.rank // 3 * 3
+            ends = world.team([first, first + 2] if me.rank != first + 1 else [first + 1], heap=HEAP)
+            return ends.device.stride.value == world.device.stride.value
+
+    assert values(on_ranks(6, main)) == [True] * 6
+
+
+def test_windows_must_form_one_ring():
+    assert ring_of([[0, 8], [24, 0], [0, 8], [24, 0]], 2) == (8, 4)
+    assert ring_of([[0, 8, 16], [16, 0, 8], [8, 16, 0]], 3) == (8, 3)
+    assert ring_of([[0], [0]], 1) == (ALONE, 1)
+    for odd in ([[0, 8], [24, 0], [0, 8], [16, 0]], [[0, 8], [None, 0]], [[0, None], [8, 0]], [[0, 8], [-8, 0]]):
+        with pytest.raises(Unsupported, match=r"windows of each node's ranks at these distances.*ranks? 0.*: 0x0/"):
+            ring_of(odd, 2)
 
 
 @pytest.mark.parametrize("asked", [None, "0"])

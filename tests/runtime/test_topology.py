@@ -9,7 +9,8 @@ import pytest
 
 from pkt.errors import Unsupported
 from pkt.runtime.gpu.sharing import device_of
-from pkt.runtime.gpu.topology import OFF_SWITCHES, assemble, multicast_off, probe
+from pkt.runtime.gpu.topology import OFF_SWITCHES, assemble, multicast_off, node_size, probe
+from pkt.runtime.gpu.votes import Votes
 
 from .fake_driver import FakeDriver, FakeGpu
 
@@ -113,6 +114,38 @@ def test_two_hosts_that_nvlink_does_not_join(rank, change, why):
     with pytest.raises(Unsupported, match=message) as caught:
         topology(some, "aab").check()
     assert [line.split()[4] for line in str(caught.value).splitlines()[2:]] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "domains", "wanted"),
+    [
+        ("aabb", ["", "", "", ""], 2),
+        ("abcd", ["", "", "", ""], 1),
+        ("aabb", ["c/1", "c/1", "c/1", "c/1"], 4),
+        ("abcd", ["c/1", "c/1", "c/2", "c/2"], 2),
+        ("aaaa", ["c/1", "", "", ""], 4),  # one host: nobody asks
+        ("aaab", ["", "", "", ""], 4),  # unequal nodes, and ranks that do not follow each other: Topology.check refuses
+        ("abab", ["", "", "", ""], 4),
+    ],
+)
+def test_a_host_or_an_nvlink_domain_is_a_node(hosts, domains, wanted):
+    class Everybody:
+        """Votes and transport of a rank, to which the others say what their GPUs are."""
+
+        rank = 0
+        check = Votes.check
+        attempt = Votes.attempt
+
+        @property
+        def transport(self):
+            return self
+
+        def exchange(self, mine, what):
+            assert mine == {"value": domains[0]}
+            return [{"value": domain} for domain in domains]
+
+    driver = FakeDriver(0, gpus=[FakeGpu("uuid", domain=domains[0])])
+    assert node_size(Everybody(), driver, 0, [f"host {host}" for host in hosts]) == wanted
 
 
 def test_on_one_host_the_nvlink_domain_is_not_asked_for():

@@ -103,12 +103,6 @@ def test_a_wrong_node_size_is_refused(node_size: Any) -> None:
         pkt.launch(lambda world: None, ranks=4, node_size=node_size, device="cpu")
 
 
-def test_gpus_refuse_several_nodes_of_several_ranks() -> None:
-    message = r"found 2 nodes of 2 ranks, and on GPUs a world has one node so far, or nodes of one rank: make a world"
-    with pytest.raises(Unsupported, match=message):
-        pkt.launch(lambda world: None, ranks=4, node_size=2)
-
-
 @pytest.mark.parametrize("node_size", [0, 3, True, "1"])
 def test_a_wrong_node_size_is_refused_before_a_process_starts(node_size: Any) -> None:
     with pytest.raises(pkt.ShapeError, match=r"node_size: found .*, wanted a divisor of the 4 ranks"):

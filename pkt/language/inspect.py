@@ -72,8 +72,8 @@ def device_world(
     ring: int = 0,
 ) -> DeviceWorld:
     """A `world` argument with the given constants to compile with; its status page is an aligned pointer. team: some of
-    the `size` ranks; `rank` is then one of the team's. node_size: ranks of a node; 0 where there is one node. ring: windows in
-    the ring of a node; 0: one for each of its ranks."""
+    the `size` ranks; `rank` is then one of the team's. node_size: ranks of a node; 0 where there is one node. ring:
+    windows in the ring of a node; 0: one for each of its ranks."""
     constants, members, step = (0, 0), size, 1
     if team is not None:
         constants, members, step = team_constants(team, size), len(team), step_of(team) or 1

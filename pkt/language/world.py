@@ -68,8 +68,8 @@ class DeviceWorld(NamedTuple):
         ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
     node_size: ranks of a node in the world of all ranks; 0 where all ranks here are on one node, so that no code for
         other nodes is compiled.
-    network: `Network.constant` of a world of several nodes and of its teams; 0 in a world of one node. Windows then form
-        a ring, and `stride` is that of neighbours in it, in teams, too: only `pl.peer` knows where the copies are.
+    network: `Network.constant` of a world of several nodes and of its teams; 0 in a world of one node. Windows then
+        form a ring, and `stride` is that of neighbours in it, in teams, too: only `pl.peer` knows where the copies are.
     """
 
     rank: Any

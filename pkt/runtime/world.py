@@ -240,7 +240,6 @@ class World:
         if self._device is None:
             backend = self._backend
             team, table = backend.constants if isinstance(backend, TeamBackend) else (0, 0)
-            whole = self.lineage[-1]._backend
             self._device = DeviceWorld(
                 rank=backend.rank,
                 size=tl.constexpr(backend.size),

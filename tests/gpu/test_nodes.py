@@ -1,5 +1,5 @@
-"""Worlds of two nodes on one host, over NVSHMEM's device calls alone: the parts of cases_nodes in one job of torchrun, a
-killed rank, and pkt.launch. A node is one rank, or two: on a host with two GPUs two ranks then share each.
+"""Worlds of two nodes on one host, over NVSHMEM's device calls alone: the parts of cases_nodes in one job of torchrun,
+a killed rank, and pkt.launch. A node is one rank, or two: on a host with two GPUs two ranks then share each.
 
     python -m pytest -s tests/gpu/test_nodes.py        -s shows the parts as they end
 

@@ -91,7 +91,8 @@ DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global"]
 
 
 def test_threads_meet_and_publish_before_a_call() -> None:
-    """TMA stores have landed, and no thread is late. A signal releases, as within a node; a put's own fence is in its wrapper."""
+    """TMA stores have landed, and no thread is late. A signal releases, as within a node; a put's own fence is in its
+    wrapper."""
     assert steps(far("signal"))[-5:] == [*DRAIN, "bar.sync", "fence.acq_rel.sys", "far_signal"]
     assert steps(far("put"))[-4:] == [*DRAIN, "bar.sync", "far_put"]
     assert steps(far("put_signal"))[-4:] == [*DRAIN, "bar.sync", "far_put_signal"]
@@ -247,7 +248,7 @@ class Scene:
 
     def thread(self, want: int) -> Thread:
         name = "%rd" if self.bits == 64 else "%r"
-        found, ptr = re.search(rf"ld\.acquire\.sys\.global\.b{self.bits} ({name}\d+), \[(%rd\d+)\]", self.text).groups()
+        found, ptr = re.search(rf"ld\.relaxed\.sys\.global\.b{self.bits} ({name}\d+), \[(%rd\d+)\]", self.text).groups()
         rank = re.search(r"rem\.u32 own, (%?\w+),", self.text)[1]
         registers = {
             ptr: self.counter,
@@ -330,6 +331,16 @@ def test_a_poll_adds_the_lane_with_an_acquire() -> None:
     one, two = ([x for x in order(kernel) if "acquire" in x] for kernel in (near, both))
     assert len(one) == 1
     assert two == [one[0], one[0].replace("32", "64")]
+
+
+@pytest.mark.parametrize("kind", ["*int32", "*int64"])
+def test_a_wait_acquires_both_lanes_before_it_ends(kind: str) -> None:
+    """The lane in each poll, behind the counter's relaxed load, and the counter behind the last poll."""
+    text = Scene(kind).text
+    loads = re.findall(r"ld\.(relaxed|acquire)\.sys\.global\.b\d+ %?\w+, \[(%rd\d+|lane)\]", text)
+    counter = loads[0][1]
+    assert loads == [("relaxed", counter), ("acquire", "lane"), ("acquire", counter)]
+    assert text.rindex("$PKT_DONE") < text.rindex("ld.acquire")
 
 
 def test_the_constant_of_a_network_fits_beside_a_tuple() -> None:

@@ -16,7 +16,7 @@ __all__ = [
     "load_relaxed", "prefetch", "fence", "proxy_fence", "drain", "cta_barrier", "SIGNAL_MARKER",
     "wait", "WAIT_MARKER", "POLLS_PER_CHECK",
     "put_flagged", "take_flagged",
-    "far_put", "far_put_signal", "far_signal", "far_fence", "far_quiet", "lane", "near_only", "unknown",
+    "far_put", "far_put_signal", "far_signal", "far_fence", "far_quiet", "lane", "near_only", "ring", "unknown",
     "multimem_can", "multimem_load_reduce", "multimem_store", "multimem_reduce_add",
     "mark", "member", "retype_tuples", "threads_to_agree",
 ]  # fmt: skip

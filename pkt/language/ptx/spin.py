@@ -211,17 +211,19 @@ def arguments(want: Any, world: Any, semantic: Any, dtype: Any = core.int32) -> 
     return [want, world.status, rank]
 
 
-def _both_lanes(load: str, found: str, where: str, status: str, bits: int, world: Any) -> tuple[str, str]:
-    """The instructions before a poll and of a poll of a counter with a lane for the network: see `far.lane`. A counter
-    of 32 bits takes the low half of the lane, in which the network adds modulo 2^64."""
+def _both_lanes(found: str, where: str, status: str, bits: int, world: Any) -> tuple[str, str, str]:
+    """The instructions before a poll, of a poll and behind the last one, of a counter with a lane for the network: see
+    `far.lane`. A counter of 32 bits takes the low half of the lane, in which the network adds modulo 2^64.
+
+    An acquire lets no later load begin before it ends. So a poll has one, and its loads are under way at once. The
+    counter itself is acquired behind the last poll: what it holds then follows all that the poll found in it."""
     arena = page.Network.of(plain(world.network)).arena
     before = f"""
 .reg .b64 lane, far; .reg .b32 low;
 sub.s64 lane, {where}, {status}; shl.b64 lane, lane, 1; add.s64 lane, lane, {status}; add.s64 lane, lane, {arena};"""
-    poll = f"{load}\nld.acquire.sys.global.b64 far, [lane];\n"
-    if bits == 32:
-        return before, f"{poll}cvt.u32.u64 low, far; add.s32 {found}, {found}, low;"
-    return before, f"{poll}add.s64 {found}, {found}, far;"
+    poll = f"ld.relaxed.sys.global.b{bits} {found}, [{where}];\nld.acquire.sys.global.b64 far, [lane];\n"
+    add = f"cvt.u32.u64 low, far; add.s32 {found}, {found}, low;" if bits == 32 else f"add.s64 {found}, {found}, far;"
+    return before, poll + add, f"ld.acquire.sys.global.b{bits} ahead, [{where}];\n"
 
 
 @primitive
@@ -243,10 +245,10 @@ def wait(ptr, want, cmp, world, _semantic=None):
     if machine is not None:
         return machine.wait(ptr, want, cmp)
     holds = _HOLDS[cmp].format(found="$0", want="$2", bits=bits)
-    before, load = "", f"ld.acquire.sys.global.b{bits} $0, [$1];"
+    before, load, after = "", f"ld.acquire.sys.global.b{bits} $0, [$1];", ""
     if plain(world.network):
-        before, load = _both_lanes(load, "$0", "$1", "$3", bits, world)
-    after = proxy_fences(world, _semantic)
+        before, load, after = _both_lanes("$0", "$1", "$3", bits, world)
+    after += proxy_fences(world, _semantic)
     text = spin(load, holds, "$0", "$1", 2, cmp, world, before=before, after=after, bits=bits)
     register, dtype = ("r", core.int32) if bits == 32 else ("l", core.int64)
     if bits == 64:  # Triton wants the pointers of one assembly, the status page's too, to be of one type

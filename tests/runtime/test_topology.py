@@ -124,7 +124,8 @@ def test_two_hosts_that_nvlink_does_not_join(rank, change, why):
         ("aabb", ["c/1", "c/1", "c/1", "c/1"], 4),
         ("abcd", ["c/1", "c/1", "c/2", "c/2"], 2),
         ("aaaa", ["c/1", "", "", ""], 4),  # one host: nobody asks
-        ("aaab", ["", "", "", ""], 4),  # unequal nodes, and ranks that do not follow each other: Topology.check refuses
+        ("aaab", ["", "", "", ""], 4),  # unequal nodes, or ranks that do not follow each other: Topology.check refuses
+        ("aabbb", ["", "", "", "", ""], 5),
         ("abab", ["", "", "", ""], 4),
     ],
 )

@@ -31,7 +31,7 @@ from pkt.tune.distance import distance
 
 N, LIMIT = 8192, 1.25
 HEAP, SECONDS = "6GiB", 30.0  # of each world; seconds that a rank may compile while the other one waits
-COMMUNICATORS = (8, 16, 32)  # programs that move data, beside the default: no default over nodes was measured
+COMMUNICATORS = (16, 32, 48, 64)  # programs that move data, beside the default: no default over nodes was measured
 Runs = dict[str, Callable[[], torch.Tensor]]
 
 

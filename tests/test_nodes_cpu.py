@@ -15,7 +15,7 @@ def test_part_is_right(name: str) -> None:
     pkt.launch(functools.partial(_run, name), ranks=2, node_size=1, device="cpu", sms=4)
 
 
-@pytest.mark.parametrize("name", ["places", "calls", "all_reduce", "moe"])
+@pytest.mark.parametrize("name", ["places", "calls", "within", "all_reduce", "moe"])
 def test_part_is_right_on_nodes_of_two(name: str) -> None:
     pkt.launch(functools.partial(_run, name), ranks=4, node_size=2, device="cpu", sms=4)
 

@@ -31,13 +31,14 @@ from pkt.language.world import Network
 from tests.conformance import checks, inputs
 from tests.gpu.cases_timeouts import drop_once
 from tests.gpu.run import scaled
-from tests.gpu.test_operators import GPU_SIZES, OPERATORS, Calls
+from tests.gpu.test_operators import GPU_SIZES, OPERATORS, Calls, gpu_cases
 from tests.kernels.test_moe import assert_right, layer
 
 HEAP, SECONDS = "256MiB", 30.0  # of a world; seconds that a rank may compile while the other one waits
 LIMIT = scaled("PART_SECONDS", 75)  # of a part; the program ends where it takes longer
 REPLAYS, FEW, TURNS = scaled("REPLAYS", 10_000), 50, scaled("TURNS", 500)
 EVERY = 500  # replays between two looks at the results
+WITHIN = ("all_gather push", "all_reduce low_latency", "all_gather_matmul copy", "all_gather_matmul gluon", "combine pull")
 ACROSS = [name for name, operator in OPERATORS.items() if "nodes" in operator.across]
 
 
@@ -128,6 +129,18 @@ def operator(name: str, world: pkt.World) -> None:
     assert ran, f"no case of {name} suits nodes"
 
 
+def within(world: pkt.World) -> None:
+    """Forms of one node, among the ranks of a node, whose windows NVSHMEM has mapped."""
+    for name, mode in map(str.split, WITHIN):
+        if mode in ("copy", "gluon") and world.torch_device.type == "cpu":
+            continue
+        made = Calls(world.on_node, name, mode, gpu_cases(name, mode)[-1], checks.floats(OPERATORS[name], mode)[0], {})
+        made.fill(0)
+        made.call()
+        made.check()
+        replayed(world.on_node, made, FEW)
+
+
 def replayed(world: pkt.World, made: Calls, count: int) -> None:
     """Replay a call `count` times with other inputs now and then. Each rank is late now and then."""
     on_gpu, chance, call = world.torch_device.type == "cuda", random.Random(world.rank), made.call
@@ -169,6 +182,7 @@ PARTS: dict[str, Callable[[pkt.World], None]] = {
     "places": places,
     "memory": memory,
     "calls": calls,
+    "within": within,
     **{name: functools.partial(operator, name) for name in ACROSS},
     "moe": experts,
 }

@@ -27,9 +27,12 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from ..declaration import Call, Launch
 from ..shared import nodes, products
 from ..shared.checks import aligned, stored
-from ..shared.grid import num_programs
+from ..shared.grid import COPY_BYTES, num_programs
 from ..shared.tile_product import accumulate, columns_each, finish, stack, store_tile, weights
 from .rules import CALL
+
+AT_ONCE = 4 * COPY_BYTES
+"""Bytes that a program copies at a time: few do beside a product, so each has more on the way."""
 
 
 # ------------------------------------------------------------------------------------------------------ device
@@ -172,7 +175,8 @@ def _space(call: Call) -> _Space:
     num_comm_sms = max(1, min(call["num_comm_sms"], programs - 1))
     rows = call["push_rows"] * tiles.block_m
     piece = rows * k if rows else nodes.put_bytes(m * k * dtype.itemsize, num_comm_sms) // dtype.itemsize
-    part = nodes.cut(world, 1, m * k, dtype, triton.next_power_of_2(min(piece, m * k, 1 << 30)))
+    block = triton.next_power_of_2(min(piece, m * k, 1 << 30))
+    part = nodes.cut(world, 1, m * k, dtype, block, at_once=AT_ONCE)
 
     def make() -> tuple[SymmetricTensor, ...]:
         whole = empty(size, m, k, dtype=dtype, name=f"{CALL}.whole", world=world)

@@ -61,12 +61,16 @@ class Part(NamedTuple):
     ITEM: tl.constexpr  # bytes of an element
 
 
-def cut(world: World, rows: int, run: int, dtype: torch.dtype, block: int | None, limit: int | None = None) -> Part:
-    """A part of `rows` runs of `run` elements, in pieces of `block` elements. limit: of the whole tensor's elements."""
+def cut(
+    world: World, rows: int, run: int, dtype: torch.dtype, block: int | None, limit: int | None = None,
+    at_once: int = COPY_BYTES,
+) -> Part:  # fmt: skip
+    """A part of `rows` runs of `run` elements, in pieces of `block` elements. limit: of the whole tensor's elements.
+    at_once: bytes that a program copies at a time."""
     n, item = rows * run, dtype.itemsize
     piece = block or min(put_bytes(n * item, world.num_sms) // item, triton.next_power_of_2(n))
     unit = min(math.gcd(run, 16 // item), piece)
-    tile = min(piece, COPY_BYTES * unit // 16)  # short runs take more addresses, each in a register
+    tile = min(piece, at_once // 16 * unit)  # short runs take more addresses, each in a register
     constants = (tl.constexpr(size) for size in (unit, tile, piece, item))
     return Part(n, run // unit, limit or n * world.size, triton.cdiv(n, piece), *constants)
 

@@ -10,7 +10,7 @@ from pkt.errors import Unsupported
 from pkt.runtime.world import World, current_world
 
 from .exchange import sum_gradient
-from .sharded import copied, local
+from .sharded import local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,9 +30,6 @@ class SequenceParallel:
             return super().forward(*arguments, **keywords)  # type: ignore[misc]
         finally:
             self._parameters.update(own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied(self, memo)
 
 
 def sequence_parallel(module: M, *, world: World | None = None) -> M:

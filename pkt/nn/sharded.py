@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ PIECE = 1 << 22
 """Elements of a weight that full_state_dict gathers at a time: it needs a few times as much symmetric memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Of torch's modules: what a module that takes another's place would lose."""
-S = TypeVar("S", bound="Sharded")
 
 
 class Part(NamedTuple):
@@ -103,20 +101,6 @@ class Sharded(nn.Module):
                     state_dict.pop(key, None)
                 state_dict[prefix + name] = self._parameters[name]  # unchanged, and not missing by its own name
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *more)
-
-    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
-        """A copy of the parameters in the same world."""
-        return copied(self, memo)
-
-
-def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """For `copy.deepcopy`: a copy of a module in the same world."""
-    memo[id(module.world)] = module.world
-    kind: Any = type(module)
-    made = kind.__new__(kind)
-    memo[id(module)] = made
-    made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
-    return made
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -247,6 +248,18 @@ def test_copies_and_meta() -> None:
         assert empty.gate_up_weight.is_meta
         empty.to_empty(device="cpu").load_state_dict(block.mlp.state_dict())
         assert torch.equal(empty.down_proj.weight, block.mlp.down_proj.weight.bfloat16())
+
+    on_ranks(2, run)
+
+
+def test_a_world_is_not_copied_and_not_pickled() -> None:
+    def run(world: Any) -> None:
+        own = nn.Module()  # one that holds a world, as a user's may
+        own.world = world
+        assert copy.deepcopy(own).world is world
+        for module in (own, pkt.nn.SwiGLUMLP(16, 24)):
+            with pytest.raises(pkt.Unsupported, match=rf"rank {world.rank}: pickle: found World.*state_dict"):
+                torch.save(module, io.BytesIO())
 
     on_ranks(2, run)
 

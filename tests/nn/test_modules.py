@@ -220,6 +220,11 @@ def test_keys_that_are_missing_or_wrong() -> None:
             mlp.load_state_dict({**state, "w3.weight": up, "w4.weight": up})
         with pytest.raises(RuntimeError, match=r"size mismatch for w2.weight.*\(?\[16, 20\]"):
             mlp.load_state_dict({**state, "w3.weight": up, "w2.weight": torch.ones(16, 20)})
+        for shape in ((7, 16), (12, 15), (7,), ()):
+            wanted = rf"size mismatch for w3.weight: .* \[{', '.join(map(str, shape))}\] .* \[12, 16\]"
+            with pytest.raises(RuntimeError, match=wanted):
+                mlp.load_state_dict({**state, "w3.weight": torch.ones(shape)}, strict=False)
+            assert torch.equal(mlp.gate_up_weight, kept)
 
     on_ranks(2, run)
 
@@ -283,6 +288,7 @@ def test_wrong_arguments() -> None:
         )
         refused("pkt.nn.VocabParallelEmbedding: num_embeddings: found 5", lambda: nn_.VocabParallelEmbedding(5, 8))
         refused("pkt.nn.SwiGLUMLP: hidden: found 9", lambda: nn_.SwiGLUMLP(8, 9))
+        refused("pkt.nn.Attention: features: found 33 for 4 heads, wanted a multiple", lambda: nn_.Attention(33, 4))
         refused("pkt.nn.Attention: kv_heads: found 1, wanted a multiple of 2", lambda: nn_.Attention(8, 4, 1))
         refused(
             "pkt.nn.Attention: heads and kv_heads: found 4 and 3, wanted a multiple", lambda: nn_.Attention(8, 4, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 from torch import nn
@@ -46,10 +47,16 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
         found = f"found {type(module).__name__}, inside which modules have parameters of their own"
         raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it for the norms inside")
     if not isinstance(module, SequenceParallel):
-        made = type(module)
-        module.__class__ = type(f"SequenceParallel{made.__name__}", (SequenceParallel, made), {})
+        kind: Any = type(module)
+        module.__class__ = _subclass(kind)
     module.world = world  # type: ignore[assignment]
     return module
+
+
+@functools.cache
+def _subclass(kind: type) -> type:
+    """One for each class: torch.compile compiles anew for a layer whose norm has another class."""
+    return type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
 
 
 def has_inner_parameters(module: nn.Module) -> bool:

@@ -319,6 +319,15 @@ def test_a_module_needs_a_world() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
+def test_layers_share_compiled_code() -> None:
+    def run(world: Any) -> None:
+        layers = [pkt.nn.sequence_parallel(nn.RMSNorm(16)) for _ in range(3)]
+        assert len({type(layer) for layer in layers}) == 1  # torch guards the class
+        assert type(pkt.nn.sequence_parallel(nn.LayerNorm(16))) is not type(layers[0])
+
+    on_ranks(2, run)
+
+
 def test_a_block_is_one_graph() -> None:
     def run(world: Any) -> None:
         both = Block(split_block(world, True).attention, split_block(world, False).mlp)  # an operator of each kind

@@ -56,10 +56,9 @@ class Operand:
     strided: bool = False
     make: Callable[[Shape, torch.Generator, Call], torch.Tensor] | None = None
 
-    def letters(self, call: Call) -> str:
+    def letters(self, call: Call) -> str | Shape:
         """The shape in a call."""
-        found = self.shape(call) if callable(self.shape) else self.shape
-        return found if isinstance(found, str) else " ".join(map(str, found))
+        return self.shape(call) if callable(self.shape) else self.shape
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,10 @@ class Call:
             known[case] = max(self.world.all_gather_object(self.sizes[letter]))
         return known[case]
 
-    def bound(self, shape: str) -> Shape:
+    def bound(self, shape: str | Shape) -> Shape:
         """`shape` in numbers, once its letters are known."""
+        if not isinstance(shape, str):
+            return tuple(shape)
         found = (letter_of(word, self.world.size) for word in shape.split())
         return tuple((int(letter) if letter.isdigit() else self.sizes[letter]) * times for letter, times in found)
 

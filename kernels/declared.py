@@ -192,7 +192,7 @@ class Declared:
 
     def _bind_result(self, call: Call) -> None:
         shape = self.result(call) if callable(self.result) else self.result
-        call.shape = call.bound(shape) if isinstance(shape, str) else tuple(shape)
+        call.shape = call.bound(shape)
         call.result_dtype = self.dtype(call)
 
     def _others(self, call: Call) -> list[tuple[Shape, torch.dtype]]:
@@ -204,10 +204,13 @@ class Declared:
         shape = operand.letters(call)
         if shape == "...":
             return
-        words, found, rank, size = shape.split(), tuple(call.tensors[name].shape), call.world.rank, call.world.size
+        found, rank, size = tuple(call.tensors[name].shape), call.world.rank, call.world.size
+        words = shape.split() if isinstance(shape, str) else shape
         if len(words) != len(found):
             raise ShapeError.argument(call.name, name, found, f"{len(words)} dimensions", rank)
         for at, word in enumerate(words):
+            if not isinstance(word, str):
+                continue  # a size
             letter, times = letter_of(word, size)
             if letter not in call.sizes:
                 if found[at] % times:

@@ -186,7 +186,7 @@ class Operator(Choosing):
         if symmetric:
             return tensor
         shape = operand.letters(call)
-        words = shape.split() if shape != "..." else [""] * tensor.ndim
+        words = shape.split() if isinstance(shape, str) and shape != "..." else [""] * tensor.ndim
         sizes = (word if word and letter_of(word, 1)[0] in self.private else n for n, word in zip(tensor.shape, words))
         return Agreed(tuple(sizes), tensor.dtype, None)
 

@@ -111,10 +111,10 @@ class Buffer:
         `get_dispatch_layout`; topk_idx: (T, K) and topk_weights: fp32 (T, K), or both None. A token arrives once at
         each rank that it goes to, in the order of source ranks and tokens. The received topk_idx counts this rank's
         experts from 0 and has -1 for those of other ranks, whose received weights are 0. The counts are rounded up to
-        expert_alignment. The host exchanges T and waits for the number of tokens received, unless num_worst_tokens says
-        how many rows to return; then rows after the last token are 0 and have topk_idx -1. handle: of an earlier
-        dispatch, whose tokens go the same way; only received x and event are not None then. Raises ShapeError,
-        DtypeError, Unsupported.
+        expert_alignment. The host exchanges T and num_tokens_per_expert and waits for the number of tokens received,
+        unless num_worst_tokens says how many rows to return. Then the host waits for nothing, the counts are [], and
+        rows after the last token are 0 and have topk_idx -1. handle: of an earlier dispatch, whose tokens go the same
+        way; only received x and event are not None then. Raises ShapeError, DtypeError, Unsupported.
         """
         (x, scales), size, where = self._scaled("dispatch", x), self.group_size, "dispatch"
         if handle is not None:
@@ -129,33 +129,37 @@ class Buffer:
         if is_token_in_rank.dtype != torch.bool or tuple(is_token_in_rank.shape) != (x.shape[0], size):
             found = f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}"
             raise ShapeError.argument(where, "is_token_in_rank", found, f"bool {(x.shape[0], size)}", self.rank)
+        own = self._own_experts(where, num_tokens_per_expert)
+        self._check_choices(where, topk_idx, topk_weights, x.shape[0])
+        if expert_alignment < 1:
+            raise ShapeError.argument(where, "expert_alignment", expert_alignment, "at least 1", self.rank)
+        counts: list[int] = []
+        if num_worst_tokens:
+            room = received = num_worst_tokens
+        else:
+            told = self.world.all_gather_object((x.shape[0], num_tokens_per_expert.tolist()))
+            room = max(1, size * max(tokens for tokens, _ in told))
+            here = [sum(each) for each in zip(*(of_experts[own] for _, of_experts in told))]
+            counts = [-(-n // expert_alignment) * expert_alignment for n in here]
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         going = torch.where(is_token_in_rank, ranks, -1).int()
-        room = num_worst_tokens or max(1, size * max(self.world.all_gather_object(x.shape[0])))
         there = dispatch(
             x, going, going.new_ones(going.shape, dtype=torch.float32), size, max_tokens=room,
             scales=scales, num_comm_sms=self.num_sms, clear=bool(num_worst_tokens), world=self.world,
         )  # fmt: skip
-        if num_worst_tokens:
-            received = num_worst_tokens
-        else:
+        if not num_worst_tokens:
             there.check()
             received = int(there.offsets[1])
         new, rows = Handle(there, received), _received(there.rows, there.scales, received)
         if topk_idx is None or topk_weights is None:
-            return rows, None, None, None, new, EventOverlap()
-        experts = num_tokens_per_expert.numel()
-        self._check_idx(where, topk_idx, experts)
-        own = experts // size
+            return rows, None, None, counts, new, EventOverlap()
         # Numbers of experts up to 2^24 are exact in fp32.
         both = self._again(torch.cat([topk_idx.float(), topk_weights.float()], 1), there)[:received]
         idx, weights = both.split(topk_idx.shape[1], 1)
-        idx = idx.long() - self.rank * own
-        mine = (idx >= 0) & (idx < own) & (there.source[:received, :1] >= 0)
+        idx = idx.long() - own.start
+        mine = (idx >= 0) & (idx < own.stop - own.start) & (there.source[:received, :1] >= 0)
         idx, weights = torch.where(mine, idx, -1), torch.where(mine, weights, 0)
-        counts = (idx[:, :, None] == torch.arange(own, device=x.device)).any(1).sum(0).tolist()
-        aligned = [-(-n // expert_alignment) * expert_alignment for n in counts]
-        return rows, idx.to(topk_idx.dtype), weights, aligned, new, EventOverlap()
+        return rows, idx.to(topk_idx.dtype), weights, counts, new, EventOverlap()
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, bias: Any = None,
@@ -287,6 +291,31 @@ class Buffer:
             raise ShapeError.argument(where, "x", tuple(x.shape), wanted, self.rank)
         return quantized(self.world, x.contiguous(), LEAST_SCALE)
 
+    def _own_experts(self, where: str, num_tokens_per_expert: Any) -> slice:
+        """The numbers of this rank's experts."""
+        if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.ndim != 1:
+            found = getattr(num_tokens_per_expert, "shape", type(num_tokens_per_expert).__name__)
+            raise ShapeError.argument(where, "num_tokens_per_expert", found, "a tensor (num_experts,)", self.rank)
+        own = self._experts_each(where, len(num_tokens_per_expert))
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def _check_choices(self, where: str, topk_idx: Any, topk_weights: Any, tokens: int) -> None:
+        """Raise ShapeError or DtypeError unless both are None, or of one row for each token."""
+        if topk_idx is None and topk_weights is None:
+            return
+        self._check_idx(where, topk_idx, self.group_size)
+        found = tuple(getattr(topk_weights, "shape", ())) or type(topk_weights).__name__
+        if topk_idx.shape[0] != tokens or found != tuple(topk_idx.shape):
+            found, wanted = f"{tuple(topk_idx.shape)} and {found}", f"({tokens}, K) twice, or None twice"
+            raise ShapeError.argument(where, "topk_idx and topk_weights", found, wanted, self.rank)
+
+    def _experts_each(self, where: str, num_experts: int) -> int:
+        """The experts of a rank."""
+        if num_experts < 1 or num_experts % self.group_size:
+            wanted = f"a multiple of {self.group_size} ranks"
+            raise ShapeError.argument(where, "num_experts", num_experts, wanted, self.rank)
+        return num_experts // self.group_size
+
     def _check_idx(self, where: str, topk_idx: torch.Tensor, num_experts: int) -> None:
         """Raise ShapeError unless there are so many experts for each rank, and topk_idx is (T, K)."""
         if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype not in (torch.int64, torch.int32):
@@ -294,9 +323,7 @@ class Buffer:
             raise DtypeError.argument(where, "topk_idx", found, "an int64 or int32 tensor", self.rank)
         if topk_idx.ndim != 2:
             raise ShapeError.argument(where, "topk_idx", tuple(topk_idx.shape), "(T, K)", self.rank)
-        if num_experts < 1 or num_experts % self.group_size:
-            wanted = f"a multiple of {self.group_size} ranks"
-            raise ShapeError.argument(where, "num_experts", num_experts, wanted, self.rank)
+        self._experts_each(where, num_experts)
 
 
 def _received(rows: torch.Tensor, scales: torch.Tensor | None, count: int) -> Rows:

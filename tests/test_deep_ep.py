@@ -60,7 +60,9 @@ def normal(world: Any, worst: int) -> None:
     assert got.shape[0] == (worst or len(sent))
     assert (got_idx[len(sent) :] == -1).all()
     assert (got_weights[got_idx < 0] == 0).all()
-    assert counts == [-(-int((got_idx == e).sum()) // 4) * 4 for e in range(OWN)]
+    assert counts == ([] if worst else [-(-int((got_idx == e).sum()) // 4) * 4 for e in range(OWN)])
+    alone = buffer.dispatch(x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, num_worst_tokens=worst)
+    assert alone[3] == ([] if worst else [int((got_idx == e).sum()) for e in range(OWN)])
     factors = torch.where(got_idx >= 0, (got_idx + 1 + world.rank * OWN) * got_weights, 0).sum(1)
     y, home, _ = buffer.combine(got * factors[:, None], handle, topk_weights=got_weights)
     assert close(y, world.rank)
@@ -189,6 +191,10 @@ def test_refuses() -> None:
             (pkt.ShapeError, "x", lambda: buffer.dispatch(x[0], **found)),
             (pkt.DtypeError, "is_token_in_rank", lambda: buffer.dispatch(x)),
             (pkt.ShapeError, "is_token_in_rank", lambda: buffer.dispatch(x, None, None, None, idx, per_expert)),
+            (pkt.ShapeError, "num_tokens_per_expert", lambda: buffer.dispatch(x, None, None, None, in_rank, [1, 2])),
+            (pkt.ShapeError, "expert_alignment", lambda: buffer.dispatch(x, **found, expert_alignment=0)),
+            (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx)),
+            (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx, topk_weights=x)),
             (pkt.ShapeError, "num_experts", lambda: buffer.get_dispatch_layout(idx, 0)),
             (pkt.DtypeError, "topk_idx", lambda: buffer.get_dispatch_layout(x, 4)),
             (pkt.ShapeError, "topk_idx", lambda: buffer.get_dispatch_layout(idx[0], 4)),
@@ -213,3 +219,25 @@ def test_set_num_sms_reaches_the_operators(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Buffer, "num_sms", None)
     Buffer.set_num_sms(1)
     on_ranks(2, lambda world: normal(world, 9), sms=2)
+
+
+def test_with_num_worst_tokens_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a CUDA graph can capture the call."""
+
+    def waits(*_: Any) -> None:
+        raise AssertionError("the host reads from the device")
+
+    def run(world: Any) -> None:
+        buffer, (x, idx, weights) = Buffer(), operands(world.rank)
+        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * OWN)
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "item", "__int__", "__bool__"):
+                patch.setattr(torch.Tensor, name, waits)
+            patch.setattr(type(world), "all_gather_object", waits)
+            result = buffer.dispatch(
+                x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=idx,
+                topk_weights=weights, num_worst_tokens=9,
+            )  # fmt: skip
+        assert result[3] == []
+
+    on_ranks(1, run, sms=2)

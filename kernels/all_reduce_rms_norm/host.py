@@ -110,9 +110,9 @@ def all_reduce_rms_norm(
 
     x: (T, H), bf16, fp16 or fp32, this rank's part of a sum, as a product with rows of the weights leaves it. residual:
     (T, H) and weight: (H,), of x's dtype and the same on every rank; nothing checks that. The new residual, (T, H) of
-    x's dtype, is residual + the sum of x, added in fp32 and rounded once. normed = new residual * rsqrt(mean of its
-    squares + eps) * weight, computed in fp32 from the rounded new residual, as vLLM's fused kernel does, and rounded
-    once to x's dtype.
+    x's dtype, is residual + the sum of x, added in fp32 and rounded once; unfused rounds the sum, too. normed = new
+    residual * rsqrt(mean of its squares + eps) * weight, computed in fp32 from the rounded new residual, as vLLM's
+    fused kernel does, and rounded once to x's dtype.
 
     quant: normed is float8_e4m3fn, and a third result has its scales, fp32: "fp8_token" one for each token, (T, 1);
     "fp8_group" one for each 128 columns, (T, H / 128); 128 divides H. A scale is the greatest magnitude

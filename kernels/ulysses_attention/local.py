@@ -45,7 +45,7 @@ class Local(NamedTuple):
         """All queries of a sequence of S positions, in their order."""
         left, right, _ = self.view
         if cu_seqlens is None and left >= S - 1 and (right >= S - 1 or not right):
-            yield Part(slice(S), slice(S), None, right < S - 1)
+            yield Part(slice(S), slice(S), None, bool(right < S - 1))
             return
         at = torch.arange(S, device=device)
         documents = None if cu_seqlens is None else sequence.spans(cu_seqlens, at, S)
@@ -68,9 +68,10 @@ class Local(NamedTuple):
             mask = mask | ~seen[:, None]  # or the softmax would be of nothing
             # With a mask and shared heads torch may take a form that keeps all scores.
             k, v = (repeated(x, q.shape[2] // x.shape[2]) for x in (k, v))
+        # bool: comparisons of a compiled graph's sizes are SymBools, which torch's attention does not take.
         found = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), mask, is_causal=part.causal, scale=self.scale,
-            enable_gqa=q.shape[2] != k.shape[2],
+            enable_gqa=bool(q.shape[2] != k.shape[2]),
         )  # fmt: skip
         found = found.transpose(1, 2)
         return found if seen is None else torch.where(seen[:, None, None], found, 0.0)

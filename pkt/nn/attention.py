@@ -54,6 +54,9 @@ class Attention(Sharded):
         if kv_heads < 1 or heads % kv_heads:
             found, wanted = f"{heads} and {kv_heads}", "a multiple of kv_heads"
             raise ShapeError.argument("pkt.nn.Attention", "heads and kv_heads", found, wanted, self.world.rank)
+        if head is None and features % heads:
+            found, wanted = f"{features} for {heads} heads", "a multiple of heads, or head="
+            raise ShapeError.argument("pkt.nn.Attention", "features", found, wanted, self.world.rank)
         self.features, self.sequence_parallel, self.keep = features, sequence_parallel, keep
         self.heads, self.kv_heads = self.divided("heads", heads), self.divided("kv_heads", kv_heads)
         *names, self.o_name = names

@@ -15,7 +15,7 @@ from pkt.runtime.world import World
 from . import rows
 from .exchange import autocast, gathered, parted
 from .linear import check_features
-from .sharded import Part, Sharded
+from .sharded import Part, Sharded, mismatches
 
 QWEN = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = ("w1", "w3", "w2")
@@ -181,8 +181,10 @@ class Experts(Sharded):
         if len(self.names) == 3:
             keys = [prefix + key for e in range(self._first, self._first + self.own) for key in self._keys(e)]
             lacking = [key for key in keys if key not in state_dict]
-            wrong = [] if lacking else self._mismatches(keys, state_dict)
             given = {key: state_dict.pop(key) for key in keys if key in state_dict}
+            wide = (self.hidden, self.features)
+            wanted = [wide, wide, wide[::-1]] * self.own
+            wrong = [] if lacking else mismatches(keys, list(given.values()), wanted)
             for expert in range(self.experts):  # of other ranks
                 for key in self._keys(expert):
                     state_dict.pop(prefix + key, None)
@@ -197,17 +199,6 @@ class Experts(Sharded):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def _mismatches(self, keys: Sequence[str], state_dict: Any) -> list[str]:
-        """What torch says of tensors of other shapes."""
-        wide = (self.hidden, self.features)
-        wanted = [wide, wide, wide[::-1]] * self.own
-        text = "size mismatch for {}: copying a param with shape {} from checkpoint, the shape in current model is {}."
-        return [
-            text.format(key, list(state_dict[key].shape), list(shape))
-            for key, shape in zip(keys, wanted)
-            if tuple(state_dict[key].shape) != shape
-        ]
 
 
 def _turns(tensor: torch.Tensor, rows: int) -> torch.Tensor:

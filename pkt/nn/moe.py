@@ -16,7 +16,7 @@ from .exchange import sum_gradient
 from .experts import QWEN, Experts
 from .linear import check_features
 from .mlp import SwiGLUMLP
-from .sharded import copied, local
+from .sharded import local
 
 Route = Callable[[torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
@@ -83,10 +83,6 @@ class MoE(nn.Module):
         for module in (self.experts, self._modules.get(self.shared_name)):
             if module is not None:
                 module.sequence_parallel = value  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """A copy of the parameters in the same world."""
-        return copied(self, memo)
 
     def extra_repr(self) -> str:
         return f"chosen={self.chosen}, normalise={self.normalise}"

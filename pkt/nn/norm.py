@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,7 +11,7 @@ from pkt.errors import Unsupported
 from pkt.runtime.world import World, current_world
 
 from .exchange import sum_gradient
-from .sharded import copied, local
+from .sharded import local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,9 +32,6 @@ class SequenceParallel:
         finally:
             self._parameters.update(own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied(self, memo)
-
 
 def sequence_parallel(module: M, *, world: World | None = None) -> M:
     """`module`, a norm or another function of single tokens, for a rank that has a part of the tokens.
@@ -49,10 +47,16 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
         found = f"found {type(module).__name__}, inside which modules have parameters of their own"
         raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it for the norms inside")
     if not isinstance(module, SequenceParallel):
-        made = type(module)
-        module.__class__ = type(f"SequenceParallel{made.__name__}", (SequenceParallel, made), {})
+        kind: Any = type(module)
+        module.__class__ = _subclass(kind)
     module.world = world  # type: ignore[assignment]
     return module
+
+
+@functools.cache
+def _subclass(kind: type) -> type:
+    """One for each class: torch.compile compiles anew for a layer whose norm has another class."""
+    return type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
 
 
 def has_inner_parameters(module: nn.Module) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ PIECE = 1 << 22
 """Elements of a weight that full_state_dict gathers at a time: it needs a few times as much symmetric memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Of torch's modules: what a module that takes another's place would lose."""
-S = TypeVar("S", bound="Sharded")
 
 
 class Part(NamedTuple):
@@ -89,34 +87,27 @@ class Sharded(nn.Module):
                 destination[prefix + part.key] = parameter if own is mine else like(parameter, own)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, *more: Any
-    ) -> None:
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        error_msgs: Any,
+    ) -> None:  # fmt: skip
         for name, parts in self.parts.items():
             keys = [prefix + part.key for part in parts]
             lacking = [key for key in keys if key not in state_dict]
-            if not lacking:
-                given = [share(state_dict.pop(key), part, self.world) for key, part in zip(keys, parts)]
-                state_dict[prefix + name] = like(self._parameters[name], self.joined(name, given).contiguous())
-            elif keys != [prefix + name]:
-                missing_keys += lacking if strict else []
-                for key in keys:
-                    state_dict.pop(key, None)
+            if lacking == [prefix + name]:
+                continue  # torch reports it
+            missing_keys += lacking if strict else []
+            present = [(key, part) for key, part in zip(keys, parts) if key in state_dict]
+            given = [share(state_dict.pop(key), part, self.world) for key, part in present]
+            own = self.separate(name, torch.empty_like(self.local(name), device="meta"))
+            wrong = [] if lacking else mismatches(keys, given, [tensor.shape for tensor in own])
+            error_msgs += wrong
+            if lacking or wrong:
                 state_dict[prefix + name] = self._parameters[name]  # unchanged, and not missing by its own name
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *more)
-
-    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
-        """A copy of the parameters in the same world."""
-        return copied(self, memo)
-
-
-def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """For `copy.deepcopy`: a copy of a module in the same world."""
-    memo[id(module.world)] = module.world
-    kind: Any = type(module)
-    made = kind.__new__(kind)
-    memo[id(module)] = made
-    made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
-    return made
+            else:
+                state_dict[prefix + name] = like(self._parameters[name], self.joined(name, given).contiguous())
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -134,6 +125,13 @@ def share(tensor: torch.Tensor, part: Part, world: World) -> torch.Tensor:
     if part.dim is None or is_dtensor(tensor) or tensor.ndim <= part.dim or tensor.shape[part.dim] != part.size:
         return tensor
     return tensor.chunk(world.size, part.dim)[world.rank]
+
+
+def mismatches(keys: Sequence[str], given: Sequence[torch.Tensor], wanted: Sequence[Sequence[int]]) -> list[str]:
+    """What torch says of tensors of a state dict that do not have the shapes of this rank's own."""
+    text = "size mismatch for {}: copying a param with shape {} from checkpoint, the shape in current model is {}."
+    shapes = [(key, list(local(tensor).shape), list(shape)) for key, tensor, shape in zip(keys, given, wanted)]
+    return [text.format(*each) for each in shapes if each[1] != each[2]]
 
 
 def like(parameter: Any, given: torch.Tensor) -> torch.Tensor:

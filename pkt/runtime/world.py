@@ -144,6 +144,14 @@ class World:
         team = f", team {list(self.ranks)}" if self.parent else ""
         return f"World(rank {self.rank} of {self.size} on {self.torch_device}{team}{closed})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        """The world itself: a copy of a module stays in its world."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        remedy = "save a module's state_dict(), or pkt.nn.full_state_dict(module) on all ranks"
+        raise Unsupported.here(f"rank {self.rank}: pickle", f"found {self}, which lives in this process", remedy)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members by their numbers in the world of all ranks: of a world that is no team, 0, 1, ..."""

@@ -188,7 +188,7 @@ def _collective(op: Any) -> Operator | None:
 def _check_axes(**axes: Any) -> None:
     for axis, length in axes.items():
         if type(length) is not int or length < 1:
-            raise ShapeError.argument(CALL, axis, repr(length), "at least 1")
+            raise ShapeError.argument(CALL, axis, repr(length), "an integer from 1")
 
 
 def _asked(op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:

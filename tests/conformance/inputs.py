@@ -91,7 +91,7 @@ def letters_of(operator: Operator) -> list[str]:
     shapes = [o.letters(call) for o in operator.tensors.values()]
     if "..." in shapes:
         return []
-    words = [letter_of(word, 1)[0] for shape in shapes if shape != "..." for word in shape.split()]
+    words = [letter_of(word, 1)[0] for shape in shapes if isinstance(shape, str) for word in shape.split()]
     return list(dict.fromkeys(words))
 
 

@@ -169,6 +169,52 @@ def test_sizes_that_change_and_a_workspace() -> None:
     on_ranks(2, run)
 
 
+def _attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x @ w[0]).view(1, len(x), 8, 8).split([4, 2, 2], 2)
+    return pkt.ulysses_attention(q, k, v, causal=True)
+
+
+def _routed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(2).expand(len(x), 2), x[:, :2].softmax(1)
+
+
+def _experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    there, hidden = pkt.dispatch_matmul(x, *_routed(x), w, max_tokens=64, clear=True)
+    return pkt.matmul_combine(pkt.grouped_activation(hidden, there.offsets), w[:, :, :32].mT.contiguous(), there)
+
+
+def _shared_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    there = pkt.all_gather_grouped_matmul(x, *_routed(x), w, clear=True)
+    return pkt.grouped_matmul_reduce_scatter(there.product, w.mT, there)
+
+
+def _norms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    normed, residual = pkt.all_reduce_rms_norm(x @ w[0], x @ w[1], w[0, 0])
+    return pkt.reduce_scatter_rms_norm(normed, residual[: len(x) // 2], w[1, 0])[0]
+
+
+@pytest.mark.parametrize("call", [_attention, _experts, _shared_experts, _norms])
+def test_all_sizes_that_change(call: Any) -> None:
+    """Results whose sizes are sums or parts of the operands', forwards and backwards."""
+
+    def run(world: Any) -> None:
+        in_graph, frames = compiled(call, dynamic=True), []
+        for m in (4, 10):
+            x, w = torch.randn(m, 8), torch.randn(2, 8, 64) / 8
+            each = []
+            for function in (call, in_graph):
+                own = [t.clone().requires_grad_() for t in (x, w)]
+                out = function(*own)
+                out.square().sum().backward()
+                each.append((out, *(t.grad for t in own)))
+            for eager, traced in zip(*each):
+                assert torch.allclose(eager, traced, rtol=1e-3, atol=1e-3)
+            frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert frames[0] == frames[-1]  # one graph for all sizes
+
+    on_ranks(2, run)
+
+
 @pytest.mark.parametrize("tiles", [None, (16, 16, 16)])
 def test_an_op_plans_once(tiles: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it takes a tuple, which torch makes a list of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -219,6 +220,11 @@ def test_keys_that_are_missing_or_wrong() -> None:
             mlp.load_state_dict({**state, "w3.weight": up, "w4.weight": up})
         with pytest.raises(RuntimeError, match=r"size mismatch for w2.weight.*\(?\[16, 20\]"):
             mlp.load_state_dict({**state, "w3.weight": up, "w2.weight": torch.ones(16, 20)})
+        for shape in ((7, 16), (12, 15), (7,), ()):
+            wanted = rf"size mismatch for w3.weight: .* \[{', '.join(map(str, shape))}\] .* \[12, 16\]"
+            with pytest.raises(RuntimeError, match=wanted):
+                mlp.load_state_dict({**state, "w3.weight": torch.ones(shape)}, strict=False)
+            assert torch.equal(mlp.gate_up_weight, kept)
 
     on_ranks(2, run)
 
@@ -251,6 +257,18 @@ def test_copies_and_meta() -> None:
     on_ranks(2, run)
 
 
+def test_a_world_is_not_copied_and_not_pickled() -> None:
+    def run(world: Any) -> None:
+        own = nn.Module()  # one that holds a world, as a user's may
+        own.world = world
+        assert copy.deepcopy(own).world is world
+        for module in (own, pkt.nn.SwiGLUMLP(16, 24)):
+            with pytest.raises(pkt.Unsupported, match=rf"rank {world.rank}: pickle: found World.*state_dict"):
+                torch.save(module, io.BytesIO())
+
+    on_ranks(2, run)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 def test_wrong_arguments() -> None:
     def run(world: Any) -> None:
@@ -270,6 +288,7 @@ def test_wrong_arguments() -> None:
         )
         refused("pkt.nn.VocabParallelEmbedding: num_embeddings: found 5", lambda: nn_.VocabParallelEmbedding(5, 8))
         refused("pkt.nn.SwiGLUMLP: hidden: found 9", lambda: nn_.SwiGLUMLP(8, 9))
+        refused("pkt.nn.Attention: features: found 33 for 4 heads, wanted a multiple", lambda: nn_.Attention(33, 4))
         refused("pkt.nn.Attention: kv_heads: found 1, wanted a multiple of 2", lambda: nn_.Attention(8, 4, 1))
         refused(
             "pkt.nn.Attention: heads and kv_heads: found 4 and 3, wanted a multiple", lambda: nn_.Attention(8, 4, 3)
@@ -300,6 +319,15 @@ def test_a_module_needs_a_world() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
+def test_layers_share_compiled_code() -> None:
+    def run(world: Any) -> None:
+        layers = [pkt.nn.sequence_parallel(nn.RMSNorm(16)) for _ in range(3)]
+        assert len({type(layer) for layer in layers}) == 1  # torch guards the class
+        assert type(pkt.nn.sequence_parallel(nn.LayerNorm(16))) is not type(layers[0])
+
+    on_ranks(2, run)
+
+
 def test_a_block_is_one_graph() -> None:
     def run(world: Any) -> None:
         both = Block(split_block(world, True).attention, split_block(world, False).mlp)  # an operator of each kind

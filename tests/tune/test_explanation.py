@@ -318,6 +318,7 @@ def test_an_operator_has_three_names(capsys):
         (pkt.all_reduce, {}, ShapeError, "M, N, K: found .*none with all_reduce, but shape="),
         ("gemm_ar", {"shape": 4}, ShapeError, "shape: found 4, wanted none with a product"),
         ("gemm_ar", {"M": 0}, ShapeError, "M.*found 0"),
+        ("gemm_ar", {"M": 8.5}, ShapeError, "M: found 8.5, wanted an integer from 1"),
         ("gemm_rs", {"M": 6}, ShapeError, "M.*found 6.*rows that 4 ranks can share"),
         ("gemm_rs", {"size": 0}, ShapeError, "size.*found 0"),
         ("gemm_ar", {"dtype": torch.int8}, DtypeError, "dtype.*int8.*bf16"),

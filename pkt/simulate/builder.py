@@ -156,11 +156,10 @@ class Builder(InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.fmax)
 
     def create_clampf(self, arg, lo, hi, propagate_nans):
-        ty = arg.dtype.scalar
-        if ty in BITS:
-            out = np.clip(*(decode(h.data, ty) for h in (arg, lo, hi)))
-            return handle(encode(out, ty), ty)
-        return super().create_clampf(arg, lo, hi, propagate_nans)
+        """`tl.clamp`: of a NaN by default the lower bound."""
+        keep = propagate_nans == ir.PROPAGATE_NAN.ALL
+        least = self.binary_op(arg, lo, np.maximum if keep else np.fmax)
+        return self.binary_op(least, hi, np.minimum if keep else np.fmin)
 
     def create_fabs(self, arg):
         bits = arg.data.view(getattr(np, f"uint{arg.data.itemsize * 8}"))

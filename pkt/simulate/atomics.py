@@ -175,6 +175,7 @@ class Atomics(Accesses):
                 self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
+                self._contend(access)
                 anything = True
         for address in words:
             if clock is not None and address not in failed:

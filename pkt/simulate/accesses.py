@@ -120,8 +120,8 @@ class Accesses:
         m = self.m
         for number in numbers:
             loop = m.current.loops.pop(number, None)
-            if loop is not None and loop.round == m.round:
-                m.round += 1
+            if loop is not None:
+                self._end_round(loop)
 
     def iterated(self, number: int, variables: dict[str, Any]) -> None:
         """Begin an iteration of a `while`. A loop that has only seen the same again lets other programs run."""
@@ -130,11 +130,20 @@ class Accesses:
         decides = [digest(variables.get(name)) for name in loop.slice.decides]
         guards = [digest(variables.get(name)) for name in loop.slice.guards]
         alike = loop.turned(tuple(decides), tuple(guards))
-        if not alike and loop.round == m.round:
-            m.round += 1
+        if not alike:
+            self._end_round(loop)
         if (alike or not loop.turns % UNPAUSED) and loop.steps == m.steps:  # it has not paused since the last one
             m.pause()
         loop.steps, loop.progress = m.steps, m.progress
+
+    def _end_round(self, loop: Loop) -> None:
+        """End the round of a loop that has seen something new. One in another loop of the round does not matter: what
+        the other sees does."""
+        m = self.m
+        if loop.round == m.round and not any(
+            other.round == m.round for other in m.current.loops.values() if other is not loop
+        ):
+            m.round += 1
 
     def look(self, expressions: tuple[tuple[int, int], ...]) -> None:
         """Begin an expression that may decide about loops, given by (number, index in its Source); without any, end
@@ -155,6 +164,8 @@ class Accesses:
             found = values.tobytes() if isinstance(values, np.ndarray) else values
             found = (access.first() if access is not None else 0, found)
             loop.guards_seen = hash((loop.guards_seen, found))
+            if loop.round == self.m.round and access is not None:
+                self.m.polled.update(words_of(access))
             if at in loop.slice.expressions:
                 loop.seen = hash((loop.seen, found))
                 loop.polled = access
@@ -292,12 +303,19 @@ class Accesses:
         """Wake the programs that wait on a word of `access`, which something other than a signal has changed."""
         m = self.m
         m.progress += 1
+        self._contend(access)
         if m.waiting:
             base = access.region.base
             first, end = access.span()
             low, high = base + first, base + end
             for address in [a for a in m.waiting if low <= a < high]:
                 m.wake(address)
+
+    def _contend(self, access: Access) -> None:
+        """Note that `access` has changed a word which a loop of this round polls."""
+        m = self.m
+        if m.polled and not m.contended:
+            m.contended = not m.polled.isdisjoint(words_of(access))
 
     # timeline
 

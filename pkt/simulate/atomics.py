@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -89,9 +90,10 @@ class Atomics(Accesses):
         clock = self._release(releases)
         if task.fenced and self._changes(parts, dtype, update):
             self._commit_buffered(task)
-        relaxed = not (releases or acquires or reads) and copies == 1 and parts
-        if m.schedule.late_atomics and relaxed and not self._overtakes(task) and unused():
-            self._buffer(task, at, parts, dtype, update, len(out), clock, scope)
+        writes = not (acquires or reads) and expected is None and copies == 1 and parts
+        if m.schedule.late_atomics and writes and not self._overtakes(task) and unused():
+            self._buffer(task, at, parts, dtype, update, len(out), clock, scope, most)
+            self.detector.passed(releases)
             self._linger(task)
             return out.reshape(addresses.shape)
         for _ in range(copies):
@@ -175,6 +177,7 @@ class Atomics(Accesses):
                 self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
+                self._contend(access)
                 anything = True
         for address in words:
             if clock is not None and address not in failed:
@@ -197,21 +200,34 @@ class Atomics(Accesses):
         return any(isinstance(p, Buffered) for p in task.pending) and self.m.schedule.lingers()
 
     def _buffer(
-        self, task: Any, at: Site, parts: list, dtype: Any, update: Any, count: int, clock: Any, scope: str
+        self, task: Any, at: Site, parts: list, dtype: Any, update: Any, count: int, clock: Any, scope: str, most: int
     ) -> None:
         """Record the update now, and perform it when the schedule or the program's order makes it visible."""
         m = self.m
-        for access, where in parts:
+        for access, where in itertools.chain.from_iterable(self._apart(*part) for part in parts):
             self._own_stores(access)
             self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
             self._charge(access, signal=access.region.kind == "signals")
-            words, out = words_of(access), np.zeros(count, dtype)
+            words, out = words_of(access, most), np.zeros(count, dtype)
             perform = functools.partial(
                 self._perform, task, at, [(access, where)], words, dtype, update, out, clock, scope, set(), True
             )
             if not task.pending:
                 m.with_stores.append(task)
             task.pending.append(Buffered(access, perform))
+
+    def _apart(self, access: Access, where: Any) -> list:
+        """The two parts of a block's update that become visible one after the other: its elements are atomics of their
+        own. A tile of data stays whole."""
+        count = access.count()
+        if not 1 < count <= 256:
+            return [(access, where)]
+        cut, offsets = 1 + self.m.schedule.choose(count - 1), access.byte_offsets()
+        flat = (
+            np.arange(count) if where is ... else np.arange(where.start, where.stop) if type(where) is slice else where
+        )
+        sides = slice(None, cut), slice(cut, None)
+        return [(Scattered(access.region, offsets[side], access.itemsize), flat[side]) for side in sides]
 
     def _changes(self, parts: list, dtype: Any, update: Any) -> bool:
         """Whether the update will change any word."""

@@ -36,7 +36,8 @@ ATOMICS: dict[Any, Any] = {
 }
 _REGISTERS = re.compile(r"mov\.u(?:32|64) \$0, %(globaltimer|smid);")  # tl.extra.cuda.globaltimer and smid
 _INSTEAD = "use the functions of pkt.language or tl"
-_UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN)
+_BITS = (ir.ATOMIC_OP.AND, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # of floats, too
+_UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN, *_BITS)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
 
 
@@ -156,11 +157,10 @@ class Builder(InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.fmax)
 
     def create_clampf(self, arg, lo, hi, propagate_nans):
-        ty = arg.dtype.scalar
-        if ty in BITS:
-            out = np.clip(*(decode(h.data, ty) for h in (arg, lo, hi)))
-            return handle(encode(out, ty), ty)
-        return super().create_clampf(arg, lo, hi, propagate_nans)
+        """`tl.clamp`: of a NaN by default the lower bound."""
+        keep = propagate_nans == ir.PROPAGATE_NAN.ALL
+        least = self.binary_op(arg, lo, np.maximum if keep else np.fmax)
+        return self.binary_op(least, hi, np.minimum if keep else np.fmin)
 
     def create_fabs(self, arg):
         bits = arg.data.view(getattr(np, f"uint{arg.data.itemsize * 8}"))
@@ -298,12 +298,12 @@ class Builder(InterpreterBuilder):
         return handle(old, ty)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
-        dtype = val.data.dtype
-        expected = _like(cmp.data, ptr.data.shape).reshape(-1)
-        values = _like(val.data, ptr.data.shape).reshape(-1)
+        """It compares bits: -0.0 is not 0.0, and a NaN may be found."""
+        dtype = np.dtype(f"u{val.data.itemsize}")
+        expected, values = (_like(h.data, ptr.data.shape).reshape(-1).view(dtype) for h in (cmp, val))
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
         old = self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope), expected=expected)
-        return handle(old, val.dtype)
+        return handle(old.view(val.data.dtype), val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())

@@ -260,6 +260,7 @@ def _install() -> None:
     patch(base, "interpreter_builder", builder)
     patch(torch.Tensor, "data_ptr", _data_ptr)
     patch(JITFunction, "__call__", _call)
+    patch(JITFunction, "__get__", _of_aggregate)
     patch(JITFunction, "run", _launch)
     patch(base.InterpretedFunction, "__call__", _call)
     patch(base.InterpretedFunction, "run", _launch)
@@ -283,6 +284,11 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
     return interpret(self)(*args, **named)
+
+
+def _of_aggregate(self: JITFunction, owner: Any, _: type | None = None) -> Any:
+    """The function as an attribute of a class: of a value of Triton, such as an aggregate, it is a method."""
+    return functools.partial(self, owner) if isinstance(owner, core.base_value) else self
 
 
 def _autotuned(self: Autotuner, *args: Any, **named: Any) -> Any:

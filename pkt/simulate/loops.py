@@ -3,7 +3,8 @@
 `Source` finds, in the source of a `while`, the variables and the expressions that decide when the loop ends: those of
 its condition, those that they are assigned from, and those of the branches around such assignments. A variable that
 only counts polls is none of them. `Loop` follows one loop of one program. As long as the variables and the values that
-the expressions load stay the same, no iteration can be the last, unless another program changes memory.
+the expressions load stay the same, no iteration can be the last, unless another program changes memory. They may also
+repeat in turn, as those of a loop that looks at every rank's flag: then all of them must repeat.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ SURE = 8  # iterations without a change after which a loop counts as spinning
 # Iterations without a change after which it counts as stuck where a branch around a store or a signal depends on a
 # variable that does change, such as a count of polls: the store may come later, and let another program go on.
 UNSURE = 512
+# The same, for each program that spins, where a word that a loop polls changes meanwhile, such as a lock: the loops may
+# have looked at bad moments only.
+CONTENDED = 64
+_MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`
 
 
@@ -154,14 +159,15 @@ def value_of(code: Any, variables: dict[str, Any], names: dict[str, Any]) -> boo
 class Loop:
     """One `while` that a program is in. `Accesses._saw` adds to `seen` and `guards_seen` what an iteration loads."""
 
-    __slots__ = ("slice", "seen", "guards_seen", "state", "guards", "same", "polled", "turns", "steps", "progress",
+    __slots__ = ("slice", "seen", "guards_seen", "states", "turns", "same", "period", "polled", "steps", "progress",
                  "round", "round_same", "round_sure")  # fmt: skip
 
     def __init__(self, of: Slice) -> None:
         self.slice = of
         self.seen = self.guards_seen = 0  # hashes of the values loaded in this iteration
-        self.state = self.guards = 0  # hashes of the last iteration
-        self.turns = self.same = 0  # iterations, and those of them that lately were alike
+        self.states: dict[int, tuple[int, int]] = {}  # hash of an iteration -> the last one like it, with its guards
+        self.turns = self.same = 0  # iterations, and those of them that lately were like earlier ones
+        self.period = 0  # the most iterations from one of those to the next like it
         self.polled: Any = None  # the last access that decided
         self.steps = self.progress = -1  # the machine's at the last iteration
         self.round = -1  # of the machine, when all programs spun
@@ -169,26 +175,32 @@ class Loop:
 
     @property
     def spins(self) -> bool:
-        return self.same >= SURE
+        return self.same >= max(SURE, self.period)
 
-    @property
-    def stuck(self) -> bool:
-        return self.round_sure >= SURE or self.round_same >= UNSURE
+    def stuck(self, machine: Any) -> bool:
+        """Whether it has seen the same for long enough in this round of `machine`."""
+        if self.round != machine.round:
+            return False
+        enough = min(UNSURE, CONTENDED * len(machine.ready)) if machine.contended else SURE
+        return self.round_sure >= max(enough, self.period) or self.round_same >= max(UNSURE, self.period)
 
     def turned(self, decides: Any, guards: Any) -> bool:
-        """Begin an iteration with these values of the variables; return whether it is like the last one."""
+        """Begin an iteration with these values of the variables; return whether it is like an earlier one."""
         state, with_guards = hash((self.seen, decides)), hash((self.guards_seen, guards))
-        alike = state == self.state and self.turns > 0
-        if alike:
+        last = self.states.get(state)
+        if last is not None:
             self.same += 1
+            self.period = max(self.period, self.turns - last[0])
             self.round_same += 1
-            self.round_sure = self.round_sure + 1 if with_guards == self.guards else 0
+            self.round_sure = self.round_sure + 1 if with_guards == last[1] else 0
         else:
-            self.same = self.round_same = self.round_sure = 0
-        self.state, self.guards = state, with_guards
+            self.same = self.period = self.round_same = self.round_sure = 0
+            if len(self.states) == _MOST:
+                self.states.clear()
+        self.states[state] = self.turns, with_guards
         self.seen = self.guards_seen = 0
         self.turns += 1
-        return alike
+        return last is not None
 
 
 def digest(value: Any, depth: int = 3) -> Any:

@@ -105,6 +105,8 @@ class Machine:
         self.progress = 0
         self.steps = 0
         self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
+        self.polled: set[int] = set()  # addresses that the loops of this round poll
+        self.contended = False  # one of those words has changed in this round
         self.programs = 0
         self.order = 0  # a hash of which task ran when, and which store became visible when
         self.max_steps = max_steps
@@ -186,7 +188,7 @@ class Machine:
                     if standstill.hopeless(self):
                         standstill.stands_still(self, self.ready)
                         continue
-                    turns = [loop.round_same for t in self.ready if (loop := t.spins) is not None]
+                    turns = [max((loop.round_same for loop in t.loops.values()), default=-1) for t in self.ready]
                     at = turns.index(min(turns))  # all take turns, a slow rank too
                 elif loop.progress == self.progress:  # it would see the same again
                     at = others[schedule.pick([self.ready[i] for i in others])]

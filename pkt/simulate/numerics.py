@@ -80,9 +80,9 @@ def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
 
 
 def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Integers of float `values`, as `cvt.rzi`: rounded towards zero, clamped, NaN to 0. Types of fewer than 32 bits
-    take the low bits of the 32-bit result."""
-    wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 4)}")
+    """Integers of float `values`, as `cvt.rzi`: rounded towards zero, clamped, NaN to 0. Types of 8 bits take
+    the low bits of the 16-bit result."""
+    wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 2)}")
     info = np.iinfo(wide)
     out = values.astype(wide)
     inside = (values > info.min - 1.0) & (values < info.max + 1.0)

@@ -4,7 +4,7 @@ Seed 0 is the plain order: programs run until they block, and stores are visible
 with these policies:
 
 adversarial   one rank is slow, and no store is visible before something orders it
-late atomics  random; relaxed atomics, too, become visible late and in any order
+late atomics  random; atomics, too, become visible late, relaxed ones in any order
 uniform       before each access, any program that can run is as likely to go on as any other
 random        programs run for stretches, whose length depends on the seed
 """

@@ -29,17 +29,20 @@ def settle(machine: Any) -> bool:
 
 
 def hopeless(machine: Any) -> bool:
-    """Whether the ready programs, which all spin, spin for ever. First every store and signal that is held back
+    """Whether the ready programs, which all spin, spin for ever. At each turn every store and signal that is held back
     becomes visible. If then all loops see the same values again for some iterations, nothing can change them."""
-    if all(any(loop.round == machine.round for loop in task.loops.values()) for task in machine.ready):
-        rounds = ([loop for loop in task.loops.values() if loop.round == machine.round] for task in machine.ready)
-        return all(any(loop.stuck for loop in loops) for loops in rounds)
     while settle(machine):
         pass
-    machine.round += 1
-    for loop in (loop for task in machine.ready for loop in task.loops.values() if loop.spins):
-        loop.round = machine.round
-        loop.round_same = loop.round_sure = 0
+    loops = [task.loops.values() for task in machine.ready]
+    goes_on = all(any(loop.round == machine.round for loop in of_task) for of_task in loops)
+    if goes_on and all(any(loop.stuck(machine) for loop in of_task) for of_task in loops):
+        return True
+    if not goes_on:
+        machine.round += 1
+        machine.polled.clear()
+        machine.contended = False
+    for loop in (loop for of_task in loops for loop in of_task if loop.spins and loop.round != machine.round):
+        loop.round, loop.round_same, loop.round_sure = machine.round, 0, 0
     return False
 
 

@@ -159,6 +159,20 @@ def test_kernels_may_use_tuples() -> None:
 
 
 @triton.jit
+def methods(out, slope):
+    line = other_module.Line(slope, slope + 1)
+    for _ in range(3):
+        line = line.moved(by=2)
+    tl.store(out, line.at(10))
+
+
+def test_methods_of_aggregates_get_their_aggregate() -> None:
+    out = torch.empty(1, dtype=torch.int32)
+    run(methods, (1,), out, 5)
+    assert out.item() == 5 * 10 + (6 + 3 * 2 * 5)
+
+
+@triton.jit
 def builtins(out, n, N: tl.constexpr):
     tl.store(out, min(n, 3) + max(n, 5, 1))
     block = tl.zeros((max(N, 4),), tl.int32) + min(7, N)  # a function of constants returns a constant

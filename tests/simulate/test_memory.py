@@ -193,6 +193,37 @@ def test_compare_and_swap_writes_only_on_a_match(dtype: torch.dtype) -> None:
 
 
 @triton.jit
+def swap_floats(x, expected, old, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(old + o, tl.atomic_cas(x + o, tl.load(expected + o), tl.full((N,), 7, x.dtype.element_ty)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_compare_and_swap_of_floats_compares_bits(dtype: torch.dtype) -> None:
+    nan = float("nan")
+    x, expected = (torch.tensor(v, dtype=dtype) for v in ([nan, -0.0, 2, 3], [nan, 0.0, 2, 4]))
+    before, old = x.clone(), torch.empty_like(x)
+    run(swap_floats, (1,), x, expected, old, 4)
+    assert_same(x, torch.tensor([7, -0.0, 7, 3], dtype=dtype))
+    assert_same(old, before)
+
+
+@triton.jit
+def bits_of_floats(x, N: tl.constexpr):
+    o = tl.arange(0, N)
+    sign = tl.full((N,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    tl.atomic_and(x + o, -2.0)
+    tl.atomic_or(x + N + o, sign)
+    tl.atomic_xor(x + 2 * N + o, sign)
+
+
+def test_logical_atomics_work_on_the_bits_of_floats() -> None:
+    x = torch.tensor([[3.0, -3.0], [5.0, -5.0], [5.0, -5.0]])
+    run(bits_of_floats, (1,), x, 2)
+    assert x.tolist() == [[2.0, -2.0], [-5.0, -5.0], [-5.0, 5.0]]
+
+
+@triton.jit
 def count(counter, tickets):
     tl.store(tickets + tl.atomic_add(counter, 1), tl.program_id(0))
 

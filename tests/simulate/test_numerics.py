@@ -145,6 +145,22 @@ def test_minimum_and_maximum_drop_nan_unless_told_to_keep_it(dtype: torch.dtype)
 
 
 @triton.jit
+def clamped(x, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    tl.store(out + o, tl.clamp(v, -1.0, 2.0))
+    tl.store(out + N + o, tl.clamp(v, -1.0, 2.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_clamp_drops_nan_unless_told_to_keep_it(dtype: torch.dtype) -> None:
+    x, nan = torch.tensor([-3, float("nan"), 1.5, 9], dtype=dtype), float("nan")
+    out = torch.empty(2, 4, dtype=dtype)
+    run(clamped, (1,), x, out, 4)
+    assert_same(out, torch.tensor([[-1, -1, 1.5, 2], [-1, nan, 1.5, 2]], dtype=dtype))
+
+
+@triton.jit
 def divide(a, b, out, N: tl.constexpr):
     o = tl.arange(0, N)
     q = tl.load(a + o) / tl.load(b + o)
@@ -211,7 +227,7 @@ def to_integer(x, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
 def test_float_to_integer_saturates(dtype: torch.dtype) -> None:
-    """`cvt.rzi` clamps, and turns NaN into 0. Integers of 8 and 16 bits are the low bits of the 32-bit result."""
+    """`cvt.rzi` clamps, and turns NaN into 0."""
     x = torch.tensor([1.9, -1.9, 100.0, -100.0, 3e38, -3e38, float("nan"), 0.5])
     out = torch.empty(8, dtype=dtype)
     run(to_integer, (1,), x, out, 8)
@@ -221,6 +237,22 @@ def test_float_to_integer_saturates(dtype: torch.dtype) -> None:
     if dtype in (torch.int32, torch.int64):
         info = torch.iinfo(dtype)
         assert out[4:7].tolist() == [info.max, info.min, 0]
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_short_integers_saturate_at_16_bits(source: torch.dtype) -> None:
+    """`cvt.rzi` has no form of 8 bits: Triton takes the low bits of the 16-bit result."""
+    x = torch.tensor([40192.0, -40192.0, 3e9, -3e9, 300.0, -1.0, 0.0, 1.0], dtype=source)
+    wanted = {
+        torch.int16: [32767, -32768, 32767, -32768, 300, -1, 0, 1],
+        torch.uint16: [40192, 0, 65535, 0, 300, 0, 0, 1],
+        torch.int8: [-1, 0, -1, 0, 44, -1, 0, 1],
+        torch.uint8: [0, 0, 255, 0, 44, 0, 0, 1],
+    }
+    for dtype, values in wanted.items():
+        out = torch.empty(8, dtype=dtype)
+        run(to_integer, (1,), x, out, 8)
+        assert out.tolist() == values
 
 
 @triton.jit

@@ -181,3 +181,64 @@ def test_a_wait_for_a_spin_with_side_effects_ends() -> None:
         waits_for_a_spinner[(2,)](pkt.signals(2), 100, world.device)
 
     assert failures(main, 1, SEEDS) == {}
+
+
+@triton.jit
+def looks_at_all(flags, world, SENDERS: tl.constexpr):
+    """Rank 0 looks at one flag after the other until it has seen that of every other rank."""
+    if world.rank == 0:
+        seen, r = 0, 1
+        while seen < world.size - 1:
+            if pl.load_acquire(flags + r, 0, world) == 1:
+                pl.store_relaxed(flags + r, 2, 0, world)
+                seen += 1
+            r = r % (world.size - 1) + 1
+    elif tl.cast(world.rank, tl.int32) <= SENDERS:
+        for _ in range(20 * world.rank):
+            pl.load_relaxed(flags, world.rank, world)
+        pl.store_release(flags + world.rank, 1, 0, world)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_loop_that_looks_at_all_ranks_in_turn(seed: int, missing: int) -> None:
+    def main(world: Any) -> None:
+        flags = pkt.zeros(12, dtype=torch.int32)
+        world.barrier()
+        looks_at_all[(1,)](flags, world.device, world.size - 1 - missing)
+
+    error = outcome(main, 12, seed, max_steps=50_000).failure
+    assert (isinstance(error, Deadlock) and error.waits) if missing else error is None
+
+
+@triton.jit
+def looks_under_a_lock(lock, world, TELL: tl.constexpr):
+    """All ranks but the last take the lock to look whether the last one has written, again and again."""
+    go = 1
+    while go == 1:
+        while pl.atomic_cas(lock, 0, 1, 0, world, sem="acquire") != 0:
+            pass
+        if tl.cast(world.rank, tl.int32) == world.size - 1:
+            if TELL:
+                pl.store(lock + 1, 1, 0, world)
+            go = 0
+        elif pl.load(lock + 1, 0, world) == 1:
+            go = 0
+        pl.store_release(lock, 0, 0, world)
+
+
+LOCKED = [(2, 1), (2, 8), (3, 11)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seed", "tell"),
+    [*((*run, tell) for run in LOCKED for tell in (False, True)), (8, 1, True), (8, 23, True), (8, 45, True)],
+)
+def test_programs_that_look_under_a_lock_take_turns(ranks: int, seed: int, tell: bool) -> None:
+    def main(world: Any) -> None:
+        lock = pkt.zeros(2, dtype=torch.int32)
+        world.barrier()
+        looks_under_a_lock[(1,)](lock, world.device, tell)
+
+    error = outcome(main, ranks, seed, max_steps=50_000).failure
+    assert error is None if tell else isinstance(error, Deadlock) and error.waits

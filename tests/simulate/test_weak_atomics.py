@@ -22,24 +22,31 @@ SEEDS = range(24)
 def dekker(flags, entered, world, FENCE: tl.constexpr):
     """Each rank raises its own flag and enters if the other's is down."""
     other = 1 - world.rank
-    tl.atomic_xchg(flags, 1, sem="relaxed", scope="sys")
+    if FENCE == "release":
+        pl.signal(flags, world.rank, world)
+    else:
+        tl.atomic_xchg(flags, 1, sem="relaxed", scope="sys")
     if FENCE == "acq_rel":
         pl.fence()
     elif FENCE == "sc":
         pl.fence(sc=True)
-    if tl.atomic_add(pl.peer(flags, other, world), 0, sem="relaxed", scope="sys") == 0:
+    if FENCE == "release":
+        raised = pl.load_acquire(flags, other, world)
+    else:
+        raised = tl.atomic_add(pl.peer(flags, other, world), 0, sem="relaxed", scope="sys")
+    if raised == 0:
         tl.atomic_add(pl.peer(entered, 0, world), 1, sem="relaxed", scope="sys")
 
 
 def dekker_main(world: Any, fence: str) -> None:
-    flags, entered = pkt.zeros(1, dtype=torch.int32), pkt.zeros(1, dtype=torch.int32)
+    flags, entered = pkt.signals(1), pkt.zeros(1, dtype=torch.int32)
     dekker[(1,)](flags, entered, world.device, fence)
     world.barrier()
     assert world.rank or entered.item() <= 1, "both entered"
 
 
 @pytest.mark.parametrize("races", [True, False])
-@pytest.mark.parametrize("fence", ["none", "acq_rel", "sc"])
+@pytest.mark.parametrize("fence", ["none", "release", "acq_rel", "sc"])
 def test_only_a_fence_sc_keeps_two_ranks_from_both_entering(fence: str, races: bool) -> None:
     found = failures(dekker_main, 2, SEEDS, args=(fence,), races=races)
     assert all("both entered" in str(error) for error in found.values())
@@ -83,6 +90,36 @@ def test_a_relaxed_flag_may_overtake_its_data(order: str) -> None:
     found = failures(message_main, 2, SEEDS, args=(order,))
     assert all("the flag overtook its data" in str(error) for error in found.values())
     assert bool(found) == (order == "none")
+
+
+@triton.jit
+def words_with_flags(box, out, world, FIRST_ONLY: tl.constexpr):
+    """Each rank sends eight words, each with a flag in its low bit, and looks at the first flag only, or at all."""
+    i = tl.arange(0, 8)
+    pl.store_relaxed(box + i, 2 * i + 1, 1 - world.rank, world)
+    if FIRST_ONLY:
+        while pl.load_relaxed(box, world.rank, world) == 0:
+            pass
+        words = pl.load_relaxed(box + i, world.rank, world)
+    else:
+        words = pl.load_relaxed(box + i, world.rank, world)
+        while tl.sum(words & 1) < 8:
+            words = pl.load_relaxed(box + i, world.rank, world)
+    tl.store(out, tl.sum(words & 1))
+
+
+def words_main(world: Any, first_only: bool) -> None:
+    box, out = pkt.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    world.barrier()
+    words_with_flags[(1,)](box, out, world.device, first_only)
+    assert out.item() == 8, "a part has arrived"
+
+
+def test_the_elements_of_a_block_become_visible_one_by_one() -> None:
+    assert failures(words_main, 2, SEEDS, args=(False,)) == {}
+    found = failures(words_main, 2, SEEDS, args=(True,))
+    assert found
+    assert all("a part has arrived" in str(error) for error in found.values())
 
 
 def test_a_program_sees_its_own_atomics() -> None:

@@ -81,9 +81,9 @@ def all_gather_grouped_matmul(
     mode: a form that the top of kernels/all_gather_grouped_matmul/host.py describes; None takes unfused. num_comm_sms:
     with push, programs that send before they multiply. tiles: of the product, as for `grouped_matmul`.
 
-    Symmetric memory kept: unfused as `all_gather` of x and of the choices; push size * T tokens. Differentiable in x,
-    topk_weights and w, by `grouped_matmul_reduce_scatter`, `reduce_scatter` and `grouped_outer`. Raises ShapeError,
-    DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: for the sort 12 bytes for each of the size * T * K choices; besides, unfused as `all_gather`
+    of x, and push size * T tokens. Differentiable in x, topk_weights and w, by `grouped_matmul_reduce_scatter`,
+    `reduce_scatter` and `grouped_outer`. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     clear = torch.is_grad_enabled() if clear is None else clear
     tensors = x, topk_idx, topk_weights, w, out

@@ -42,6 +42,7 @@ from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
 from .shared.checks import FLOATS, aligned, stored
+from .shared.fresh import making
 from .shared.grid import barrier_counters, num_programs
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
 
@@ -305,12 +306,13 @@ def _plan_unfused(call: Call) -> Launch:
     call.settings["num_comm_sms"] = None
     call.tensors["y"] = torch.empty(R, call["n"], dtype=call.dtype, device="meta")
     collect = (plans.plan_low_latency if few else plans.plan_pull)(call)
+    new_product = making([((R, call["n"]), call.dtype)], world.torch_device)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any,
         source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        y = torch.empty(x.shape[0], w.shape[2], dtype=x.dtype, device=x.device)
+        (y,) = new_product()
         multiply(x, w, offsets, y)
         return collect(y, tokens, places, weights, source, out)
 

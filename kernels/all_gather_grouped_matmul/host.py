@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
@@ -37,6 +38,7 @@ from ..grouped_outer import grouped_outer
 from ..operator import Operator
 from ..shared import products
 from ..shared.checks import FLOATS, aligned, stored
+from ..shared.fresh import making
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from ..shared.tile_product import Tiles
 from ..shared.unfused import plain
@@ -107,17 +109,20 @@ def _plan_unfused(call: Call) -> Launch:
     def launch(
         x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, product: torch.Tensor, *others: Any
     ) -> Any:
-        whole, *to = others
+        whole, *to, rows = others
         found = sort(plain(idx), plain(weights), sorting.Routes(*to))
         if gather is not None:
             gather(plain(x), whole)
         if multiply is not None:
-            multiply(spread(whole, found, to[1]), plain(w), to[1], plain(product))
+            spread(whole, found, to[1], rows)
+            multiply(rows, plain(w), to[1], plain(product))
         else:
             plain(product).zero_()
-        return product, *others
+        return product, whole, *to
 
-    return launch
+    # Not of the graph's memory, which it would keep: they are the greatest.
+    repeat, rows = replayed(world, launch), making([((R, H), x.dtype)], world.torch_device)
+    return lambda *tensors: repeat(*tensors, *rows())
 
 
 def _plan_push(call: Call) -> Launch:

@@ -247,17 +247,15 @@ def planned(call: Call, gather: Any) -> Any:
 
 
 def spreading(call: Call) -> Any:
-    """spread(whole, Sorted, offsets) -> the rows (R, H) of a grouped product, from the tokens (W * T, H) of all ranks;
-    those behind the last expert's undefined."""
+    """spread(whole, Sorted, offsets, rows): write the rows (R, H) of a grouped product, from the tokens (W * T, H) of
+    all ranks; not those behind the last expert's."""
     world, R, H, E = call.world, call.sizes["r"], call["h"], call.sizes["e"]
     cols = min(1024, triton.next_power_of_2(max(H, 1)))
     high = min(triton.next_power_of_2(max(R, 1)), COPY_BYTES // (cols * call.dtype.itemsize))
     grid = (max(1, min(world.num_sms, triton.cdiv(R, high))),)
     start = beside_launch(world, spread_kernel, grid, **COPY_OPTIONS)
 
-    def spread(whole: torch.Tensor, found: Sorted, offsets: torch.Tensor) -> torch.Tensor:
-        rows = whole.new_empty(R, H)
+    def spread(whole: torch.Tensor, found: Sorted, offsets: torch.Tensor, rows: torch.Tensor) -> None:
         start(whole, found.row_tokens, offsets, rows, H, E, high, cols)
-        return rows
 
     return spread

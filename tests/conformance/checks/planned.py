@@ -65,6 +65,7 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
         assert not any(x() is not None for x in alive), "the plan keeps a tensor"
 
     on_nodes(operator, mode, 1, run)
+    print("COUNT", operator.name, mode, len(count), count)
     assert len(count) <= CALLS, count
 
 

@@ -125,14 +125,14 @@ class Declared:
     def handle(self, name: str, value: Any, world: World | None) -> tuple[Any, ...]:
         """The operands that are parts of `value`, the function's parameter `name`; it may lack optional ones. Raises
         DtypeError."""
-        found = tuple([getattr(value, part, None) for part, _ in self._attributes[name]])
-        if any(x is None for x in found):
-            lacks = [part for part, optional in self._attributes[name] if not optional and not hasattr(value, part)]
-            if lacks:
-                rank = world_of(self.name, world).rank
-                raise DtypeError.argument(
-                    self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
-                )
+        parts = self._attributes[name]
+        found = tuple([getattr(value, part, None) for part, _ in parts])
+        missing = [part for (part, optional), x in zip(parts, found) if x is None and not optional]
+        if missing and (lacks := [part for part in missing if not hasattr(value, part)]):
+            rank = world_of(self.name, world).rank
+            raise DtypeError.argument(
+                self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
+            )
         return found
 
     # ------------------------------------------------------------------------------ a call against the declaration

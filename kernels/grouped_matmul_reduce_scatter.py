@@ -29,7 +29,7 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from . import matmul_combine as joined
 from .all_gather_grouped_matmul.result import Gathered
-from .declaration import Call, Case, Form, Launch, Operand, Shape
+from .declaration import Call, Case, Form, Launch, Operand, Shape, making
 from .dispatch_matmul import check_weights, product_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
@@ -37,7 +37,6 @@ from .operator import Operator
 from .reduce_scatter import OPERATOR as REDUCE_SCATTER
 from .shared import products
 from .shared.checks import FLOATS
-from .shared.fresh import making
 from .shared.grid import COPY_OPTIONS
 from .shared.unfused import plain
 

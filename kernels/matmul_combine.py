@@ -31,7 +31,7 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from .combine import plans
 from .combine import reference as combined
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, rules
 from .dispatch.arrivals import firsts
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
@@ -42,7 +42,6 @@ from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
 from .shared.checks import FLOATS, aligned, stored
-from .shared.fresh import making
 from .shared.grid import barrier_counters, num_programs
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
 

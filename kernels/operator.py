@@ -39,8 +39,7 @@ from pkt.runtime.world import Workspace, World
 from . import gradients, staging, traced
 from .agreement import Agreed, check_agreed, world_of
 from .choosing import Choosing
-from .declaration import Call, Form, Launch, Operand, letter_of
-from .shared.fresh import making
+from .declaration import Call, Form, Launch, Operand, letter_of, making
 
 # Looked up once: each look-up in torch would cost a call of an operator 20 ns.
 is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled

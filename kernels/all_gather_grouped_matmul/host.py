@@ -31,14 +31,13 @@ from pkt.runtime.world import World
 
 from .. import grouped_matmul as grouped
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer
+from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer, making
 from ..dispatch.host import some_experts
 from ..gradients import Backward, Gradients, Recorded
 from ..grouped_outer import grouped_outer
 from ..operator import Operator
 from ..shared import products
 from ..shared.checks import FLOATS, aligned, stored
-from ..shared.fresh import making
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from ..shared.tile_product import Tiles
 from ..shared.unfused import plain

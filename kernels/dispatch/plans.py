@@ -12,9 +12,8 @@ import triton.language as tl
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 
-from ..declaration import Call, Launch
+from ..declaration import Call, Launch, making
 from ..shared import flagged
-from ..shared.fresh import making
 from ..shared.grid import COPY_OPTIONS, num_programs
 from . import nodes
 from .arguments import Buffers, Few, Result, Size, Words

@@ -81,6 +81,10 @@ class Declared:
         self._defaults = {name: parameters[name].default for name in self.arguments}
         parts = {name: [n for n in self.tensors if n.startswith(f"{name}.")] for name in parameters}
         self._parts = {name: found for name, found in parts.items() if found}
+        self._attributes = {
+            name: [(part.partition(".")[2], self.tensors[part].optional) for part in found]
+            for name, found in self._parts.items()
+        }
         self.names = [
             n for name in parameters for n in self._parts.get(name, [name]) if n in self.tensors or n == "out"
         ]
@@ -121,13 +125,15 @@ class Declared:
     def handle(self, name: str, value: Any, world: World | None) -> tuple[Any, ...]:
         """The operands that are parts of `value`, the function's parameter `name`; it may lack optional ones. Raises
         DtypeError."""
-        parts = {part.partition(".")[2]: self.tensors[part].optional for part in self._parts[name]}
-        if lacks := [part for part, optional in parts.items() if not optional and not hasattr(value, part)]:
+        parts = self._attributes[name]
+        found = tuple([getattr(value, part, None) for part, _ in parts])
+        missing = [part for (part, optional), x in zip(parts, found) if x is None and not optional]
+        if missing and (lacks := [part for part in missing if not hasattr(value, part)]):
             rank = world_of(self.name, world).rank
             raise DtypeError.argument(
                 self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
             )
-        return tuple([getattr(value, part, None) for part in parts])
+        return found
 
     # ------------------------------------------------------------------------------ a call against the declaration
     def _check_operands(self, call: Call) -> None:

@@ -6,6 +6,7 @@ read no others, and the gradient of the others is zero. Both compute in fp32 and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -193,8 +194,8 @@ def _derive(
     return out
 
 
-def _grid(M: int, N: int, world: World) -> tuple[int]:
-    return (min(triton.cdiv(M, BLOCK[0]) * triton.cdiv(N, BLOCK[1]), world.num_sms),)
+def _grid(M: int, N: int, world: World) -> Callable[[], tuple[int]]:
+    return lambda: (min(triton.cdiv(M, BLOCK[0]) * triton.cdiv(N, BLOCK[1]), world.num_sms),)
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients

@@ -27,7 +27,7 @@ from . import gradients, grouped_fp8, grouped_gradients
 from .agreement import world_of
 from .declaration import Call
 from .grouped_fp8 import spread
-from .grouped_outer import clear as clear_rows
+from .grouped_outer import clearing
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_apart, check_tensor
 from .shared.expert_tiles import ends_of, find
@@ -189,11 +189,12 @@ def planned(
     grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
     constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
     start = beside_launch(world, grouped_matmul_kernel, (grid,), **held.launch_options())
+    clear_rows = clearing(world, M, N, experts) if clear else None
 
     def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
         start(x, w, offsets, out, M, N, K, experts, *constants)
-        if clear:
-            clear_rows(out, offsets, world)
+        if clear_rows is not None:
+            clear_rows(out, offsets)
 
     return launch
 

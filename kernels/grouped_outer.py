@@ -8,14 +8,15 @@ once. An expert without rows has zeros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from pkt.errors import ShapeError
-from pkt.runtime.launch.launch import beside
+from pkt.runtime.launch.launch import beside, beside_launch
 from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
@@ -112,9 +113,12 @@ def _outer(
     out = torch.empty(experts, K, N, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    grid = min(experts * triton.cdiv(K, held.block_m) * triton.cdiv(N, held.block_n), world.num_sms)
+
+    def grid() -> tuple[int]:
+        return (min(experts * triton.cdiv(K, held.block_m) * triton.cdiv(N, held.block_n), world.num_sms),)
+
     beside(
-        world, grouped_outer_kernel, (grid,), x, y, offsets, out, M, N, K, experts, held.block_m, held.block_n,
+        world, grouped_outer_kernel, grid, x, y, offsets, out, M, N, K, experts, held.block_m, held.block_n,
         held.block_k, held.group, **held.launch_options(),
     )  # fmt: skip
     return out
@@ -155,9 +159,21 @@ def clear_kernel(
                 tl.store(ptrs, zeros, mask=inside & outside)
 
 
+ROWS, COLS = 16, 256
+
+
 def clear(out: torch.Tensor, offsets: torch.Tensor, world: World) -> None:
     """Write zeros into the rows of `out` that no expert has."""
-    (M, N), rows = out.shape, 16
-    if out.numel():
-        grid = (min(triton.cdiv(M, rows), world.num_sms),)
-        beside(world, clear_kernel, grid, out, offsets, M, N, len(offsets) - 1, rows, 256)
+    key = clearing, *out.shape, offsets.shape[0] - 1
+    launch = world.plans.get(key)
+    if launch is None:
+        launch = world.plans[key] = clearing(world, *key[1:])
+    launch(out, offsets)
+
+
+def clearing(world: World, M: int, N: int, experts: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """`clear` of an `out` of (M, N), planned."""
+    if not M * N:
+        return lambda out, offsets: None
+    start = beside_launch(world, clear_kernel, (min(triton.cdiv(M, ROWS), world.num_sms),))
+    return lambda out, offsets: start(out, offsets, M, N, experts, ROWS, COLS)

@@ -31,7 +31,7 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from .combine import plans
 from .combine import reference as combined
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, rules
 from .dispatch.arrivals import firsts
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
@@ -305,12 +305,13 @@ def _plan_unfused(call: Call) -> Launch:
     call.settings["num_comm_sms"] = None
     call.tensors["y"] = torch.empty(R, call["n"], dtype=call.dtype, device="meta")
     collect = (plans.plan_low_latency if few else plans.plan_pull)(call)
+    new_product = making([((R, call["n"]), call.dtype)], world.torch_device)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any,
         source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        y = torch.empty(x.shape[0], w.shape[2], dtype=x.dtype, device=x.device)
+        (y,) = new_product()
         multiply(x, w, offsets, y)
         return collect(y, tokens, places, weights, source, out)
 

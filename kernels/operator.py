@@ -39,7 +39,7 @@ from pkt.runtime.world import Workspace, World
 from . import gradients, staging, traced
 from .agreement import Agreed, check_agreed, world_of
 from .choosing import Choosing
-from .declaration import Call, Form, Launch, Operand, letter_of
+from .declaration import Call, Form, Launch, Operand, letter_of, making
 
 # Looked up once: each look-up in torch would cost a call of an operator 20 ns.
 is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -192,28 +192,26 @@ class Operator(Choosing):
 
     def _filled(self, call: Call, form: Form) -> Launch:
         """What launches, with new results where the caller gives none; nothing is launched for empty ones."""
-        new = functools.partial(torch.empty, call.shape, dtype=call.result_dtype, device=call.world.torch_device)
+        device, fresh = call.world.torch_device, list(self._others(call))
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
+            fresh.insert(0, (call.shape, call.result_dtype))
             try:
-                call.tensors["out"] = new()
+                call.tensors["out"] = torch.empty(call.shape, dtype=call.result_dtype, device=device)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 nbytes = math.prod(call.shape) * call.dtype.itemsize
-                raise HeapFull.result(call.name, nbytes, str(call.world.torch_device), call.world.rank) from error
-        others = [
-            functools.partial(torch.empty, shape, dtype=dtype, device=call["out"].device)
-            for shape, dtype in self._others(call)
-        ]
+                raise HeapFull.result(call.name, nbytes, str(device), call.world.rank) from error
         launch = self._empty(call) or form.plan(call)
-        if given and not others:
+        if not fresh:
             return launch
-        at = self.names.index("out")
+        make = making(fresh, device)
+        if given:
+            return lambda *tensors: launch(*tensors, *make())
+        before, behind = slice(self.places["out"]), slice(self.places["out"] + 1, None)
 
         def launch_into_new(*tensors: Any) -> Any:
-            full = list(tensors)
-            if not given:
-                full[at] = new()
-            return launch(*full, *(make() for make in others))
+            out, *others = make()
+            return launch(*tensors[before], out, *tensors[behind], *others)
 
         return launch_into_new
 

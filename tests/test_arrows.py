@@ -61,7 +61,11 @@ ARROWS = {
         ["torch"],
     ),
     "pkt.runtime.groups": (["pkt.errors", "pkt.runtime.world"], ["torch"]),
-    "pkt.runtime.launch": (["pkt.errors", "pkt.language.world", "pkt.runtime.world"], ["torch", "triton", "cuda"]),
+    "pkt.runtime.launch.passing": (["pkt.language.world", "pkt.runtime.memory.tensor"], ["torch", "triton"]),
+    "pkt.runtime.launch": (
+        ["pkt.errors", "pkt.runtime.launch.passing", "pkt.runtime.world"],
+        ["torch", "triton", "cuda"],
+    ),
     "pkt.runtime.launch.streams": ([], ["torch"]),
     "pkt.runtime.gpu": (
         [

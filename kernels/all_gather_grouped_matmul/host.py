@@ -25,12 +25,13 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from .. import grouped_matmul as grouped
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer
+from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer, making
 from ..dispatch.host import some_experts
 from ..gradients import Backward, Gradients, Recorded
 from ..grouped_outer import grouped_outer
@@ -81,9 +82,9 @@ def all_gather_grouped_matmul(
     mode: a form that the top of kernels/all_gather_grouped_matmul/host.py describes; None takes unfused. num_comm_sms:
     with push, programs that send before they multiply. tiles: of the product, as for `grouped_matmul`.
 
-    Symmetric memory kept: unfused as `all_gather` of x and of the choices; push size * T tokens. Differentiable in x,
-    topk_weights and w, by `grouped_matmul_reduce_scatter`, `reduce_scatter` and `grouped_outer`. Raises ShapeError,
-    DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: for the sort 12 bytes for each of the size * T * K choices; besides, unfused as `all_gather`
+    of x, and push size * T tokens. Differentiable in x, topk_weights and w, by `grouped_matmul_reduce_scatter`,
+    `reduce_scatter` and `grouped_outer`. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     clear = torch.is_grad_enabled() if clear is None else clear
     tensors = x, topk_idx, topk_weights, w, out
@@ -107,17 +108,20 @@ def _plan_unfused(call: Call) -> Launch:
     def launch(
         x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, product: torch.Tensor, *others: Any
     ) -> Any:
-        whole, *to = others
+        whole, *to, rows = others
         found = sort(plain(idx), plain(weights), sorting.Routes(*to))
         if gather is not None:
             gather(plain(x), whole)
         if multiply is not None:
-            multiply(spread(whole, found, to[1]), plain(w), to[1], plain(product))
+            spread(whole, found, to[1], rows)
+            multiply(rows, plain(w), to[1], plain(product))
         else:
             plain(product).zero_()
-        return product, *others
+        return product, whole, *to
 
-    return launch
+    # Not of the graph's memory, which it would keep: they are the greatest.
+    repeat, rows = replayed(world, launch), making([((R, H), x.dtype)], world.torch_device)
+    return lambda *tensors: repeat(*tensors, *rows())
 
 
 def _plan_push(call: Call) -> Launch:

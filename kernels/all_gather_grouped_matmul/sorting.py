@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import beside_launch
+from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 
 from ..declaration import Call, Launch
@@ -50,7 +51,7 @@ class Routes(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """What else a sort finds, of this rank, in memory of the launch."""
+    """What else a sort finds, of this rank, in memory that is kept."""
 
     starts: Any  # int32 (W + 1, E): the first row of each rank's tokens for each expert; at W that behind the last
     row_tokens: Any  # int32 (R,): the token of each row, counted over all ranks; 0 where it is no token's
@@ -219,21 +220,23 @@ def planned(call: Call, gather: Any) -> Any:
     pairs, tokens = max(1, min(LEAST, AT_A_TIME // experts2)), max(1, 1024 // K2)
     sized = Size(T, *map(tl.constexpr, (E, experts2, K, K2, size, shares, pairs, tokens)))
     packers = max(1, min(world.num_sms, triton.cdiv(T, tokens)))
-    device = call["topk_idx"].device
 
-    def int32(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+    def make() -> tuple[Any, ...]:
+        def int32(name: str, *shape: int) -> torch.Tensor:
+            return empty(*shape, dtype=torch.int32, name=f"all_gather_grouped_matmul.{name}", world=world)
 
-    move: Launch | None = gather(world, int32(T, 2 * K), int32(size * T, 2 * K)) if T * K else None
+        found = Sorted(int32("starts", size + 1, E), int32("row_tokens", R), int32("queue", 1))
+        return int32("mine", T, 2 * K), int32("packed", size * T, 2 * K), int32("hist", size * shares, E), found
 
+    mine, packed, hist, found = world.keep(("all_gather_grouped_matmul", "sort", T, K, E, shares), make)
+    move: Launch | None = gather(world, mine, packed) if T * K else None
     pack = beside_launch(world, pack_kernel, (packers,))
     count, number = (beside_launch(world, kernel, (size * shares,)) for kernel in (count_kernel, number_kernel))
 
     def sort(idx: torch.Tensor, weights: torch.Tensor, to: Routes) -> Sorted:
-        mine = int32(T, 2 * K)
+        if world.streams is not None:
+            world.streams.follow()  # the last call may have another stream, and still use this memory
         pack(idx, weights, mine, sized)
-        packed, hist = int32(size * T, 2 * K), int32(size * shares, E)
-        found = Sorted(int32(size + 1, E), int32(R), int32(1))
         if move is not None:
             move(mine, packed)
         count(packed, hist, sized)
@@ -244,17 +247,15 @@ def planned(call: Call, gather: Any) -> Any:
 
 
 def spreading(call: Call) -> Any:
-    """spread(whole, Sorted, offsets) -> the rows (R, H) of a grouped product, from the tokens (W * T, H) of all ranks;
-    those behind the last expert's undefined."""
+    """spread(whole, Sorted, offsets, rows): write the rows (R, H) of a grouped product, from the tokens (W * T, H) of
+    all ranks; not those behind the last expert's."""
     world, R, H, E = call.world, call.sizes["r"], call["h"], call.sizes["e"]
     cols = min(1024, triton.next_power_of_2(max(H, 1)))
     high = min(triton.next_power_of_2(max(R, 1)), COPY_BYTES // (cols * call.dtype.itemsize))
     grid = (max(1, min(world.num_sms, triton.cdiv(R, high))),)
     start = beside_launch(world, spread_kernel, grid, **COPY_OPTIONS)
 
-    def spread(whole: torch.Tensor, found: Sorted, offsets: torch.Tensor) -> torch.Tensor:
-        rows = whole.new_empty(R, H)
+    def spread(whole: torch.Tensor, found: Sorted, offsets: torch.Tensor, rows: torch.Tensor) -> None:
         start(whole, found.row_tokens, offsets, rows, H, E, high, cols)
-        return rows
 
     return spread

@@ -233,7 +233,7 @@ def _launch(call: Call, found: _Space, programs: int, *, gathered: bool) -> Laun
     start = cooperative_launch(world, nodes_kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Work(a, b.t() if transposed else b, bias, out, *same), found.part, world.device)
+        start(Work(a, b, bias, out, *same), found.part, world.device)
         return out
 
     return launch

@@ -251,7 +251,7 @@ def _launch(
     start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
+        start(Push(a, b, bias, out, *same), world.device)
         return out
 
     return launch

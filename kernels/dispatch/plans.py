@@ -12,7 +12,7 @@ import triton.language as tl
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 
-from ..declaration import Call, Launch
+from ..declaration import Call, Launch, making
 from ..shared import flagged
 from ..shared.grid import COPY_OPTIONS, num_programs
 from . import nodes
@@ -65,16 +65,15 @@ def plan_push(call: Call) -> Launch:
 def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
     """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, *more): `kernel`, with `more` behind
     results and routes."""
-    world, T, K = call.world, call["x"].shape[0], call["topk_idx"].shape[1]
+    world = call.world
     programs = num_programs(world, world.num_sms)
     sized = _sized(call, max(1, min(call["num_comm_sms"] or SENDERS, programs - 1)))
     buffers = _buffers(call, sized, programs)
-    start = cooperative_launch(world, kernel, (programs,), **options)
+    start, routes = cooperative_launch(world, kernel, (programs,), **options), routes_of(call)
 
     def launch(x: Any, idx: torch.Tensor, weights: Any, scales: Any, results: Any, *more: Any) -> None:
-        routes = idx.new_empty((T, K), dtype=torch.int32)
         x, scales, to = bits(x, scales, results)
-        start(x, idx, weights, scales, to, routes, *more, world.device)
+        start(x, idx, weights, scales, to, *routes(), *more, world.device)
 
     return launch, sized, buffers
 
@@ -95,7 +94,7 @@ def _sized(call: Call, senders: int) -> Size:
 
 def plan_nodes(call: Call) -> Launch:
     """A grid, buffers and counters of nodes."""
-    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
+    world, (_, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     programs, near, G = num_programs(world, world.num_sms), world.node_size, scales_of(call)
     sized, (line, head) = _sized(call, 1), nodes.line_of(K, G, H * call.dtype.itemsize)
     experts, tokens = sized.EXPERTS.value, tokens_over_nodes(call)
@@ -110,15 +109,19 @@ def plan_nodes(call: Call) -> Launch:
         ("dispatch", "nodes", experts, tokens, line, head),
         lambda: nodes.buffers(world.size, experts, programs, near, tokens, line, head, int32, counters),
     )
-    start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
+    start, routes = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS), routes_of(call)
 
     def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
-        routes = idx.new_empty((T, K), dtype=torch.int32)
         x, scales, to = bits(x, scales, (out, *others))
-        start(x, idx, weights, scales, to, routes, *memory, sized, world.device)
+        start(x, idx, weights, scales, to, *routes(), *memory, sized, world.device)
         return out, *others
 
     return launch
+
+
+def routes_of(call: Call) -> Callable[[], list[torch.Tensor]]:
+    """What makes memory of a launch for the rows of its tokens, int32 (T, K)."""
+    return making([(call["topk_idx"].shape, torch.int32)], call.world.torch_device)
 
 
 def scales_of(call: Call) -> int:

@@ -223,7 +223,7 @@ def _lcsc(call: Call) -> Launch:
     same = work[5:]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        these = Work(a, b.t() if transposed else b, bias, out, out if in_place else sums, *same)
+        these = Work(a, b, bias, out, out if in_place else sums, *same)
         start(these, world.device)
         return out
 

@@ -257,8 +257,7 @@ def _plain(call: Call) -> Launch:
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = b.t() if transposed else b
-        start(a, rows, bias, out, *buffers, m, N, k, ld, world.device, *constants)
+        start(a, b, bias, out, *buffers, m, N, k, ld, world.device, *constants)
         return out
 
     return launch

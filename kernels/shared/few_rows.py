@@ -365,13 +365,13 @@ def _gather_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _multiplying(call: Call, inbox: SymmetricTensor, ready: SymmetricTensor, programs: int, again: bool) -> Launch:
     """launch(a, b, out, bias). again: the launch before, for another weight, has gathered A."""
     world, (m, k), N, tiles = call.world, call["a"].shape, call["b"].shape[1], call["tiles"]
-    tile, transposed = _tile(call, aligned(stored(call["b"])[0])), stored(call["b"])[1]
+    tile = _tile(call, aligned(stored(call["b"])[0]))
     start = cooperative_launch(world, gather_kernel, (programs,), **tiles.launch_options())
     constants = call["shard"] == "columns", again, *BLOCK, ahead(tiles, call.dtype.itemsize)
     same = inbox, ready, m, N, k, inbox.shape[-1], *map(tl.constexpr, constants)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Gather(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
+        start(Gather(a, b, bias, out, *same), tile, world.device)
         return out
 
     return launch
@@ -385,10 +385,10 @@ def _reduce(call: Call, scatter: bool) -> Launch:
     tile = _tile(call, aligned(call["a"], stored(call["b"])[0]))
     programs = num_programs(world, _count(call, M))
     start = cooperative_launch(world, reduce_kernel, (programs,), **tiles.launch_options())
-    same, transposed = (slots, flags, M, N, k, room, tl.constexpr(scatter)), tile.TRANSPOSED
+    same = slots, flags, M, N, k, room, tl.constexpr(scatter)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Reduce(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
+        start(Reduce(a, b, bias, out, *same), tile, world.device)
         return out
 
     return launch

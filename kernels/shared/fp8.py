@@ -63,6 +63,9 @@ def quantized(world: World, x: torch.Tensor, least: float = LEAST_SCALE) -> tupl
     out, scales = torch.empty_like(x, dtype=FP8), x.new_empty(T, H // GROUP, dtype=torch.float32)
     if x.numel():
         rows, cols = BLOCK
-        grid = triton.cdiv(T, rows), triton.cdiv(H, cols)
+
+        def grid() -> tuple[int, int]:
+            return triton.cdiv(T, rows), triton.cdiv(H, cols)
+
         beside(world, quantize_kernel, grid, x, out, scales, T, H, least, rows, cols)
     return out, scales

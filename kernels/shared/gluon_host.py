@@ -12,7 +12,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pkt.runtime.launch.relaunch import lasts
+from pkt.runtime.launch.passing import lasts
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 

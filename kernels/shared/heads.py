@@ -26,13 +26,17 @@ class Matrix(NamedTuple):
 
     first: int  # of the two
     transposed: bool  # it is the view of a contiguous (columns, rows)
+    dense: bool  # it lies in memory as a matrix does, transposed or not
 
     @classmethod
     def of(cls, weight: torch.Tensor, first: int) -> Matrix:
-        return cls(first, stored(weight.flatten(first, first + 1))[1])
+        flat, transposed = stored(weight.flatten(first, first + 1))
+        return cls(first, transposed, flat.is_contiguous() and flat.data_ptr() == weight.data_ptr())
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as it lies in memory, contiguous: (columns, rows) if transposed. A copy of other strides."""
+        """The weight, for kernels that take its address: (columns, rows) if transposed. A copy of other strides."""
+        if self.dense:
+            return weight
         flat = weight.flatten(self.first, self.first + 1)
         return flat.t() if self.transposed else flat.contiguous()
 

@@ -206,7 +206,7 @@ def _scattered(call: Call, M: int, *, answered: bool) -> Launch:
     start = cooperative_launch(world, product_kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Work(a, b.t() if transposed else b, bias, out, *same), world.device)
+        start(Work(a, b, bias, out, *same), world.device)
         return out
 
     return launch

@@ -47,7 +47,7 @@ from ..shared import attention
 from ..shared.checks import FLOATS, check_tensor
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from . import rules
-from .groups import copied, window
+from .groups import again, copied, window
 from .heads import heads_of, is_group
 from .kernel import Exchange, exchange_kernel
 from .local import Local
@@ -271,7 +271,7 @@ def _unfused(call: Call) -> Launch:
             back(result, out)
         return out
 
-    return launch
+    return again(call, launch)
 
 
 def _view(call: Call) -> sequence.View:

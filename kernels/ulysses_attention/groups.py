@@ -138,7 +138,12 @@ def copied(call: Call, local: Local) -> Launch:
             out.view(home.shape).copy_(home.plain())
         return out
 
-    return replayed(world, launch, choices) if call.dtype.itemsize == 2 else launch
+    return again(call, launch)
+
+
+def again(call: Call, launch: Launch) -> Launch:
+    """`launch`, replayed where the call comes again."""
+    return replayed(call.world, launch, choices) if call.dtype.itemsize == 2 else launch
 
 
 def choices() -> Hashable:

@@ -120,7 +120,7 @@ def test_a_kernel_is_repeated_from_the_third_launch_on(monkeypatch):
     assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
-def test_a_launch_beside_is_repeated_for_the_same_grid_and_numbers_and_follows_no_call(monkeypatch):
+def test_a_launch_beside_is_repeated_for_the_same_numbers_and_follows_no_call(monkeypatch):
     said = []
 
     class Kernel:
@@ -137,14 +137,19 @@ def test_a_launch_beside_is_repeated_for_the_same_grid_and_numbers_and_follows_n
 
     monkeypatch.setattr(launch, "provide_scratch", lambda: None)
     monkeypatch.setattr(launch, "repeated", repeated)
-    kernel = Kernel()
-    calls = [(kernel, (8,), "x", 3), (kernel, (8,), "x", 4), (kernel, (9,), "x", 3)] * 3
+    kernel, grids = Kernel(), []
+
+    def beside(*args, warps=4):
+        return launch.beside(FakeWorld, kernel, lambda: grids.append(args) or (2 * args[1],), *args, num_warps=warps)
+
+    calls = [("x", 3), ("x", 4), ("x", 5)] * 3
     for call in calls:
-        assert launch.beside(FakeWorld, *call, num_warps=4) == "compiled"
-    runs = [("run", call[2:], {"num_warps": 4, "grid": call[1]}) for call in calls[:6]]
-    assert said == runs + [("repeat", call[2:], 5) for call in calls[6:]]
-    assert launch.beside(FakeWorld, *calls[0], num_warps=8) == "compiled"
-    assert said[-1] == ("run", calls[0][2:], {"num_warps": 8, "grid": (8,)})
+        assert beside(*call) == "compiled"
+    runs = [("run", call, {"num_warps": 4, "grid": (2 * call[1],)}) for call in calls[:6]]
+    assert said == runs + [("repeat", call, 5) for call in calls[6:]]
+    assert grids == calls[:3], "a grid is worked out once"
+    assert beside(*calls[0], warps=8) == "compiled"
+    assert said[-1] == ("run", calls[0], {"num_warps": 8, "grid": (6,)})
 
 
 def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):

@@ -19,10 +19,13 @@ from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import pkt
 from pkt.language.inspect import Pointer, compile_only
 from pkt.language.world import DeviceWorld
-from pkt.runtime.launch import relaunch
-from pkt.runtime.launch.relaunch import lasts, repeated
+from pkt.runtime.launch import passing, relaunch
+from pkt.runtime.launch.passing import lasts
+from pkt.runtime.launch.relaunch import repeated
+from pkt.runtime.memory.tensor import SymmetricTensor
 
 if not relaunch.KNOWN:
     pytest.skip("launches are repeated with Triton 3.6 only", allow_module_level=True)
@@ -266,10 +269,10 @@ def test_the_alignment_of_a_tensor_decides_the_kernel(aligned: bool) -> None:
     room = torch.empty(64 + 8)
     of, other = room[: 64 if aligned else 65][0 if aligned else 1 :], room[1:65] if aligned else room[4:68]
     assert [x.data_ptr() % 16 == 0 for x in (of, other)] == [aligned, not aligned]
-    take = relaunch._address(of)
-    assert take(of) == of.data_ptr()
-    assert take(other) is relaunch.OTHER
-    assert take(other.view(torch.int32)) is relaunch.OTHER
+    pass_on = passing.passing(["x"], (of,), {}, [])
+    assert pass_on((of,)) == (of.data_ptr(),)
+    assert pass_on((other,)) is None
+    assert pass_on((of.view(torch.int32),)) is None
 
 
 @pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
@@ -343,7 +346,7 @@ def test_a_descriptor_that_lasts_is_read_once(kernel: Any) -> None:
 
 def test_old_encodings_are_dropped(encoded: list[tuple[Any, ...]]) -> None:
     swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
-    tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3 * relaunch.MOST_ENCODED)]
+    tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3 * passing.MOST_ENCODED)]
     first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in tensors[:2])
     repeat, launcher, _ = prepared(gluon_kernel, (first, second, 32))
     for tensor in tensors:
@@ -377,8 +380,39 @@ def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.Monk
 
 def test_a_tuple_of_another_length_is_left_to_triton() -> None:
     x = torch.zeros(4)
-    take = relaunch._pointers((x, 3))
-    assert take is not None
-    assert take((x, 3)) == (x.data_ptr(), 3)
+    pass_on = passing.passing(["pair"], ((x, 3),), {}, [])
+    assert pass_on(((x, 3),)) == ((x.data_ptr(), 3),)
     for other in ((x,), (x, 3, 4), (x, 3, x), [x, 3], (x, 4), (3, x)):
-        assert take(other) is relaunch.OTHER
+        assert pass_on((other,)) is None
+
+
+def test_a_tuple_of_symmetric_memory_is_looked_into_once() -> None:
+    """As long as it is the same tuple. Another one of the same kind may lie elsewhere."""
+
+    class Watched(SymmetricTensor):
+        asked = 0
+
+        def data_ptr(self) -> int:
+            Watched.asked += 1
+            return super().data_ptr()
+
+    def main(world: pkt.World) -> None:
+        memory = [pkt.empty(64, dtype=torch.int32, world=world) for _ in range(3)]
+        x, y, z = (tensor.as_subclass(Watched) for tensor in memory)
+        for tensor, of in zip((x, y, z), memory):
+            tensor.__dict__.update(of.__dict__)
+        kept = Pair(7, x, (y, tl.constexpr(5)))
+        pass_on = passing.passing(["pair"], (kept,), {}, [])
+        Watched.asked = 0
+        assert pass_on((kept,)) == ((7, memory[0].data_ptr(), (memory[1].data_ptr(), kept.width[1])),)
+        assert Watched.asked == 0
+        others = kept._replace(words=z)
+        assert pass_on((others,)) == ((7, memory[2].data_ptr(), (memory[1].data_ptr(), kept.width[1])),)
+        assert Watched.asked == 1, "the inner tuple is the same"
+
+    pkt.launch(main, 1, "cpu")
+    plain = Pair(7, torch.zeros(4), 5)
+    pass_on = passing.passing(["pair"], (plain,), {}, [])
+    at = plain.words.data_ptr()
+    plain.words.set_(torch.zeros(4))
+    assert pass_on((plain,)) == ((7, plain.words.data_ptr(), 5),) != ((7, at, 5),), "other tensors may move"

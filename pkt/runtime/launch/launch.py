@@ -108,13 +108,14 @@ def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **
     return cooperative_launch(world, kernel, grid, **options)(*args)
 
 
-def beside(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Such a launch, for functions that plan nothing: the world keeps what launches for the same grid and numbers."""
-    numbers = tuple(x for x in args if isinstance(x, (int, str)))
-    key = beside, id(kernel), grid, numbers, *options.items()  # Triton hashes a kernel by its source
+def beside(world: World, kernel: Any, grid: Callable[[], tuple[int, ...]], *args: Any, **options: Any) -> Any:
+    """Such a launch, for functions that plan nothing: the world keeps what launches for the same numbers and options,
+    from which `grid()` follows."""
+    numbers = tuple([x for x in args if isinstance(x, (int, str))])
+    key = beside, id(kernel), numbers, *options.items()  # Triton hashes a kernel by its source
     start = world.plans.get(key)
     if start is None:
-        start = world.plans[key] = beside_launch(world, kernel, grid, **options)
+        start = world.plans[key] = beside_launch(world, kernel, grid(), **options)
     return start(*args)
 
 

@@ -13,33 +13,22 @@ Triton's check that the kernel's globals still have their values is left out.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
-import triton.language as tl
 from triton import knobs
-from triton.runtime import _allocation, driver
+from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 
-from pkt.language.world import DeviceWorld
+from pkt.runtime.launch.passing import passing
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether the launcher of this release of Triton was checked to take the arguments that are passed here."""
-MOST_ENCODED = 16
-"""Addresses for which the encoding of a descriptor is kept."""
-
-_lasting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The descriptors that `lasts` was told of, by id: they are compared by their contents, so no set can hold them."""
 
 _run = JITFunction.run
 
 Repeat = Callable[[tuple[Any, ...], int], Any]
-Take = Callable[[Any], Any]
-"""take(argument): the value to pass for it, or OTHER if another kernel might have to be compiled for it."""
-OTHER = object()
 
 
 def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Repeat:
@@ -54,7 +43,8 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
     if found is None:
         return lambda args, stream: None
     launch, encodings = found
-    moving, fixed, passed = _arguments(kernel, args, named, encodings)
+    defaults = {name: p.default for name, p in kernel.signature.parameters.items()}
+    pass_on = passing(kernel.arg_names, args, defaults | named, encodings)
     launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = (*grid, 1, 1)[:3]
     scratch, align = launcher.global_scratch_size * x * y * z * launcher.num_ctas, launcher.global_scratch_align
@@ -63,26 +53,14 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
     def repeat(args: tuple[Any, ...], stream: int) -> Any:
         if _watched(kernel):
             return None
-        for at, value in fixed:
-            if args[at] is not value and not _equal(args[at], value):
-                return None
-        now = passed.copy()
-        for at, place, take in moving:
-            found = now[place] = take(args[at])
-            if found is OTHER:
-                return None
+        now = pass_on(args)
+        if now is None:
+            return None
         room = _allocation._allocator.get()(scratch, align, stream) if scratch else None
         launch(x, y, z, stream, function, cooperative, pdl, room, None, packed, None, None, None, *now)
         return compiled
 
     return repeat
-
-
-def lasts(descriptor: Any) -> Any:
-    """`descriptor`, whose tensor and its address stay the same as long as it is launched with: of a buffer of pkt's.
-    A kernel that pushes has eight of them, and looking their addresses up takes a third of the time of `repeat`."""
-    _lasting[id(descriptor)] = descriptor
-    return descriptor
 
 
 def _watched(kernel: Any) -> bool:
@@ -110,117 +88,3 @@ def _in_c(kernel: Any, launcher: Any) -> tuple[Callable[..., None], list[Any]] |
     inside = inspect.getclosurevars(launcher.launch).nonlocals
     encodings = inside["tensordesc_meta"]
     return None if any(how and how["fp4_padded"] for how in encodings) else (inside["launcher"], encodings)
-
-
-def _arguments(
-    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], encodings: list[Any]
-) -> tuple[list[tuple[int, int, Take]], list[tuple[int, Any]], list[Any]]:
-    """The arguments that may change, as (index in `args`, index in the list passed, take); those that may not, as
-    (index in `args`, value); and the list passed for `args`."""
-    moving: list[tuple[int, int, Take]] = []
-    fixed: list[tuple[int, Any]] = []
-    passed: list[Any] = []
-    remaining = iter(encodings)
-    for at, name in enumerate(kernel.arg_names):
-        if at >= len(args):
-            passed.append(named.get(name, kernel.signature.parameters[name].default))
-            continue
-        value, sizes = args[at], list[Any]()
-        if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's, which have no class in common
-            how = next(remaining)
-            take: Take | None = _descriptor(value, how)
-            sizes = [*value.shape, *value.strides]
-            if how is None:
-                sizes += [value.padding == "nan", *sizes]
-        else:
-            take = _pointers(value)
-        if take is None or _lasting.get(id(value)) is value:
-            fixed.append((at, value))
-        else:
-            moving.append((at, len(passed), take))
-        passed += [value if take is None else take(value), *sizes]
-    return moving, fixed, passed
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether one kernel serves both of two arguments without pointers."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b))
-    if isinstance(a, tl.constexpr):
-        return a.value is b.value or _equal(a.value, b.value)
-    return isinstance(a, (int, str)) and a == b
-
-
-def _pointers(of: Any) -> Take | None:
-    """How to take arguments like `of`; None if it has no pointers."""
-    if isinstance(of, torch.Tensor):
-        return _address(of)
-    if isinstance(of, tuple):
-        takes = [_pointers(x) for x in of]
-        if isinstance(of, DeviceWorld):  # the world's own, whose status page lasts as long as the world
-            passed = tuple(take(x) if take else x for x, take in zip(of, takes))
-            return lambda world: passed if world is of else OTHER
-        return _elements(of, takes) if any(takes) else None
-    return None
-
-
-def _address(of: torch.Tensor) -> Take:
-    """How to take a tensor like `of`."""
-    dtype, aligned = of.dtype, of.data_ptr() % 16 == 0
-
-    def take(tensor: Any) -> Any:
-        if getattr(tensor, "dtype", None) is not dtype:  # by its dtype, because isinstance is slow where it says no
-            return OTHER
-        found = tensor.data_ptr()
-        return found if (found % 16 == 0) is aligned else OTHER
-
-    return take
-
-
-def _elements(of: tuple[Any, ...], takes: list[Take | None]) -> Take:
-    """How to take a tuple like `of`, element by element. Keeps no tensor."""
-    kind, fixed = type(of), [None if take else x for x, take in zip(of, takes)]
-
-    def take_all(values: Any) -> Any:
-        if type(values) is not kind or len(values) != len(takes):
-            return OTHER
-        found = []
-        for value, take, wanted in zip(values, takes, fixed):
-            if take is not None:
-                value = take(value)
-                if value is OTHER:
-                    return OTHER
-            elif value is not wanted and not _equal(value, wanted):
-                return OTHER
-            found.append(value)
-        return tuple(found)
-
-    return take_all
-
-
-def _descriptor(of: Any, how: dict[str, Any] | None) -> Take:
-    """How to take the descriptor `of`: the address of its tensor if `how` is None, else encoded as `how` says."""
-    if how is None:
-        address = _address(of.base)
-        return lambda descriptor: address(of.base) if descriptor is of else OTHER
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    dtype, kept = of.base.dtype, dict[int, Any]()
-    encode = driver.active.utils.fill_tma_descriptor
-    form = how["swizzle"], how["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[how["elem_type"]], how["block_size"]
-    extent = of.shape, of.strides, int(of.padding == "nan")
-
-    def encoded(descriptor: Any) -> Any:
-        if descriptor is not of or of.base.dtype is not dtype:
-            return OTHER
-        at = of.base.data_ptr()
-        found = kept.get(at)
-        if found is None:
-            if len(kept) == MOST_ENCODED:
-                kept.clear()
-            found = kept[at] = encode(at, *form, *extent)
-        return found
-
-    return encoded

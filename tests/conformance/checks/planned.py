@@ -23,7 +23,7 @@ from tests.conformance import inputs
 
 from .operands import dtypes_of, given, on_nodes, result_for
 
-CALLS = 24  # Python functions that a planned call may call before it launches its kernel
+CALLS = 20  # Python functions that a planned call may call before it launches its kernel
 
 
 def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:

@@ -439,7 +439,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("True is a number", "if not isinstance(value, int) or isinstance(value, bool):", "if not isinstance(value, int):"),
     ),
     *of("kernels/declared.py", "tests/kernels/test_dispatch.py -k lacks",
-        ("anything may be what dispatch returned", "if lacks := [part for part, optional in parts.items() if not optional and not hasattr(value, part)]:", "if False:"),
+        ("anything may be what dispatch returned", "if missing and (lacks := [part for part in missing if not hasattr(value, part)]):", "if False:"),
     ),
     *of("kernels/declared.py", "tests/test_wrong_calls.py -k 'combine or dispatch'",
         ("an argument without a default may be None", "if checked is None and self._defaults[name] is not None:", "if False:"),

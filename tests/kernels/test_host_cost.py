@@ -1,0 +1,62 @@
+"""A call that comes again costs the host few calls of Python, from its first line to its last launch: on the fake
+driver, whose launches are one call each and whose part is left out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from benchmarks.eager import FIRST, Sizes, ordered
+from tests.runtime.eager_worlds import Rank, eager_worlds
+
+WARM = 4  # calls until all is planned and recorded
+MOST = 35
+MORE = {
+    "ring_attention, copy": 56, "ring_attention, parts": 154, "ring_attention_backward, parts": 389,
+    "all_gather_grouped_matmul, unfused": 68,
+}  # fmt: skip
+"""Forms that queue many copies and are not replayed, or of torch's attention to each rank's keys; and eight launches
+that are replayed as one, for which each of twelve addresses is looked up."""
+
+
+def costs(rank: Rank) -> dict[str, int]:
+    """By form: calls of Python in a call."""
+    found = {}
+    for name, call in ordered(rank.world, Sizes(4096, 16), "", gpu=False):
+        count = 0
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            nonlocal count
+            count += event == "call" and f"{os.sep}tests{os.sep}" not in frame.f_code.co_filename
+
+        try:
+            call()
+        except pkt.Unsupported:  # on every rank
+            continue
+        for _ in range(WARM):
+            call()
+        rank.world.barrier()
+        if rank.world.rank == 0:
+            sys.setprofile(profile)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+        found[name] = count
+        rank.world.barrier()
+    return found
+
+
+def test_a_call_that_comes_again_is_few_calls_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out: out)
+    found = eager_worlds(2, costs, heap=1 << 26)[0]
+    assert not isinstance(found, BaseException), found
+    assert len(found) > 60
+    assert any(word in name for name in found for word in FIRST)
+    dear = {name: count for name, count in found.items() if count > MORE.get(name, MOST)}
+    assert not dear, f"more calls than {MOST} or {MORE}: {dear}"

@@ -38,7 +38,13 @@ HEAP, SECONDS = "256MiB", 30.0  # of a world; seconds that a rank may compile wh
 LIMIT = scaled("PART_SECONDS", 75)  # of a part; the program ends where it takes longer
 REPLAYS, FEW, TURNS = scaled("REPLAYS", 10_000), 50, scaled("TURNS", 500)
 EVERY = 500  # replays between two looks at the results
-WITHIN = ("all_gather push", "all_reduce low_latency", "all_gather_matmul copy", "all_gather_matmul gluon", "combine pull")
+WITHIN = (
+    "all_gather push",
+    "all_reduce low_latency",
+    "all_gather_matmul copy",
+    "all_gather_matmul gluon",
+    "combine pull",
+)
 ACROSS = [name for name, operator in OPERATORS.items() if "nodes" in operator.across]
 
 

@@ -32,9 +32,9 @@ from .checks import aligned, stored
 from .grid import num_programs
 from .tile_product import accumulate, finish, stack, store_tile, tile_pointers, weights
 
-NUM_COMM_SMS = 24
-"""Programs that communicate where the caller gives none: as few as fill the links of a node with loads. By the cost
-model, which for several nodes was never held against a measurement."""
+NUM_COMM_SMS = 32
+"""Programs that communicate where the caller gives none. Of 16 to 64 the fastest over two nodes of one H100 each:
+benchmarks/results/nodes.json. Over a network nothing was measured."""
 
 
 class Work(NamedTuple):

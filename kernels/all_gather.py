@@ -7,7 +7,7 @@ inbox: push into inboxes, from where each rank takes what came (see shared.inbox
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For shards that are small, of elements of 16 or 32 bits.
 nodes: the only form in a world of several nodes: over the network along the rail, then load from the ranks of the node,
-    see shared.nodes. On GPUs it has run on two nodes of one.
+    see shared.nodes. On GPUs it has run on two nodes of one host.
 
 In the others (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency. Each run of the
 shard goes straight to its place (see shared.runs): no transposed copy. Programs of one index on all ranks meet in two

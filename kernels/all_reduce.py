@@ -16,7 +16,7 @@ copy: as two_shot, moved by the copy engines, see shared.copy_reduce: for many m
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
 nodes: the only form in a world of several nodes: reduce_scatter over nodes, then all_gather, see shared.nodes. Each
-    node's sums are rounded to the dtype. On GPUs it has run on two nodes of one.
+    node's sums are rounded to the dtype. On GPUs it has run on two nodes of one host.
 
 The others add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks
 hold the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing

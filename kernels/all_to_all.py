@@ -7,7 +7,7 @@ inbox: push into inboxes, from where each rank takes its parts (see shared.inbox
 low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: no barrier, and no tensor need be
     symmetric. For small tensors, of elements of 16 or 32 bits.
 nodes: the only form in a world of several nodes: the ranks of a node collect what goes to one rank of another node, and
-    it crosses the network together, see shared.nodes. On GPUs it has run on two nodes of one.
+    it crosses the network together, see shared.nodes. On GPUs it has run on two nodes of one host.
 
 Axis `scatter` of x is split among the ranks, and what they sent is put together along axis `gather`. 0 and 0 is the
 plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, H, D): scatter=2, gather=1 goes from

@@ -14,7 +14,7 @@ copy: push by the copy engines, rows only; no SM moves data. On a stream of its 
     copies begin.
 gluon: push or copy in specialised warps, see gluon.py. plain.py has the kernel and the plans of the other two.
 nodes: the only form in a world of several nodes, see over_nodes.py: A goes over the network along the rails, and the
-    ranks of a node load it from each other, while tiles are computed. On GPUs it has run on two nodes of one.
+    ranks of a node load it from each other, while tiles are computed. On GPUs it has run on two nodes of one host.
 """
 
 from __future__ import annotations

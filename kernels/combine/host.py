@@ -5,7 +5,7 @@ low_latency: one launch without barriers, see low_latency.py. Sums go home in fl
 nodes: the only form in a world of several nodes: one launch, see nodes.py. A node's ranks add their sums, and one sum a
     token goes home from each other node that has its experts: H * itemsize bytes over the network, and as many in the
     node for each rank but one that has them. Before that a token costs 4 * M bytes to each other node, of M ranks. On
-    GPUs it has run on two nodes of one.
+    GPUs it has run on two nodes of one host.
 
 All sums are in fp32, first over a token's experts on a rank in the token's order, then over the ranks in their order:
 every run adds alike. Between the two a sum is rounded to y's dtype. Of each token one sum leaves each rank that has its

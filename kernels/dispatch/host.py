@@ -10,7 +10,7 @@ low_latency: one launch without barriers, see low_latency.py. Tokens go in flagg
 nodes: the only form in a world of several nodes: one launch, see nodes.py. A token crosses the network once to each
     node that has an expert of it, to the rank of its rail, and every rank of that node that needs it loads it there. It
     costs H * itemsize + 4 * G + 12 * K bytes for each node, and as many for each rank that loads it from another. To
-    each other node, of M ranks, go 4 * M bytes more for every token. On GPUs it has run on two nodes of one.
+    each other node, of M ranks, go 4 * M bytes more for every token. On GPUs it has run on two nodes of one host.
 
 So 7168 elements of fp8 with 56 scales and 8 experts are 7460 bytes in push and 10016 in low_latency; without scales and
 in bf16 they are 14404 and 19264.

@@ -14,7 +14,7 @@ nccl: the same with NCCL's all-gather, through torch.distributed.
 nodes: the only form in a world of several nodes, of M ranks each: two launches, a rank's result, and a kernel that
     merges, see nodes.py. Each rank merges 1 / M of the rows of its node and puts them to each of the other N - 1 nodes:
     4 * (N - 1) / M * rows * (E + 1) bytes out of each rank over the network, and 8 * (M - 1) / M * rows * (E + 1) in
-    the node. On GPUs it has run on two nodes of one.
+    the node. On GPUs it has run on two nodes of one host.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ inbox: each tile is stored into its owner's inbox, at this rank's place, and sig
     times the memory.
 
 nodes, the only form in a world of several nodes, is in shared.nodes_products: each tile is added in the node, and its
-sum crosses the network once. On GPUs it has run on two nodes of one.
+sum crosses the network once. On GPUs it has run on two nodes of one host.
 """
 
 from __future__ import annotations

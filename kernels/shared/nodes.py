@@ -17,8 +17,7 @@ half. No launch waits for the others before it sends. It ends with `quiet`: a pu
 might otherwise come before those of this one.
 
 After Triton-distributed's two-dimensional push (all_gather_push_2d), and its reduction in the node before the network.
-On GPUs it has run on two nodes of one, but for reductions that are scattered, and over no network. No size here is
-measured.
+On GPUs it has run on two nodes of one host, and over no network. No size here is measured.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ put. Every put has a signal of its own, so no fence is needed. The signals of a 
 every launch, whatever tokens there are: so a rank that has waited for all pieces has heard of all ranks.
 
 After DeepEP's and Triton-distributed's dispatch over nodes, which send a token once to a node. On GPUs it has
-run on two nodes of one, and over no network. No size here is measured.
+run on two nodes of one host, and over no network. No size here is measured.
 """
 
 from __future__ import annotations

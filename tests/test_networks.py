@@ -78,7 +78,7 @@ def test_a_host_without_any_network(tmp_path: Path, packages: dict[str, str]) ->
     assert found.bare
     assert page(found).splitlines() == [
         "Several nodes: no network card, NVSHMEM, IBGDA or GDRCopy here.",
-        "Worlds of several nodes (PKT_NODE_SIZE=1) have never run over a network (docs/scale-out.md).",
+        "Worlds of several nodes have never run over a network (docs/scale-out.md).",
     ]
     assert networks.examine(tmp_path / "nothing").bare
 

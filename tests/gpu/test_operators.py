@@ -126,7 +126,7 @@ EXPLORED = {
     f"{checks.name_of(o, c)}-{at}": (c.ranks, checks.explored(o, c))
     for o in OPERATORS.values()
     for at, c in enumerate(o.cases)
-    if c.explore and c.node_size is None  # GPUs have no worlds of several nodes yet
+    if c.explore and c.node_size is None  # tests.gpu.cases_nodes has those of several nodes
 }
 PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | {
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),

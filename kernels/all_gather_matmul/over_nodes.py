@@ -7,7 +7,8 @@ the tiles of this rank's own shard first, those of the other ranks of its node, 
 which evenly loaded nodes send. A tile waits for the pieces of its row block. A program that has gathered its share
 computes, too.
 
-(N - 1) |a| bytes leave each rank over the network, (W - N) |a| in the node. On GPUs it has run on two nodes of one host.
+(N - 1) |a| bytes leave each rank over the network, (W - N) |a| in the node. On GPUs it has run on two nodes of one
+host.
 """
 
 from __future__ import annotations

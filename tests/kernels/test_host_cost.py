@@ -12,6 +12,7 @@ import torch
 
 import pkt
 from benchmarks.eager import FIRST, Sizes, ordered
+from pkt.kernels.declaration import making
 from tests.runtime.eager_worlds import Rank, eager_worlds
 
 WARM = 4  # calls until all is planned and recorded
@@ -60,3 +61,13 @@ def test_a_call_that_comes_again_is_few_calls_of_python(monkeypatch: pytest.Monk
     assert any(word in name for name in found for word in FIRST)
     dear = {name: count for name, count in found.items() if count > MORE.get(name, MOST)}
     assert not dear, f"more calls than {MOST} or {MORE}: {dear}"
+
+
+def test_torchs_deterministic_mode_fills_results() -> None:
+    """As it fills torch.empty's, so that a read of memory that nobody wrote is found."""
+    make = making([((1 << 16,), torch.float32)], torch.device("cpu"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert make()[0].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -41,7 +41,7 @@ class ThreadBackend:
 
     num_sms, gap, gpu = 4, 0, "none"
     node_size = 1 << 20
-    arena, library = range(0), ""
+    arena, network, library = range(0), 0, ""
     timeout = journal = copies = timed = None
     multicast = False
     torch_device = torch.device("cpu")

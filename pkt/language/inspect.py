@@ -19,7 +19,7 @@ from .world import DeviceWorld, Network, code_hash, step_of, team_constants
 MARKERS = {WAIT_MARKER: "wait", SIGNAL_MARKER: "signal"}
 """Comment in the assembly -> name of its call in errors."""
 ARENA = 1 << 22
-"""Of `device_world` with several nodes: the bytes for counters, and from a window to the network's addresses."""
+"""Of `device_world` with several nodes: the bytes for counters."""
 
 
 class Pointer:

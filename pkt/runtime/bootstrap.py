@@ -182,7 +182,8 @@ def open_world(
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
-            near = asked or topology.node_size(Votes(transport, f"cuda:{device}"), calls, device, hosts)
+            found = topology.node_size(Votes(transport, f"cuda:{device}"), calls, device, hosts)
+            near = asked or found  # every rank asks, also where only some have PKT_NODE_SIZE: the topology names these
         except BaseException as error:
             transport.give_up(f"{type(error).__name__}: {error}")
             raise

@@ -415,7 +415,9 @@ def test_ranks_of_a_node_reach_each_others_windows(monkeypatch, near):
     assert ends == [([float(10 + (r ^ 1))] * 2, (r % 2, r % 2 + 2), 0) for r in range(4)]
 
 
-def test_hosts_that_nvlink_does_not_join_are_nodes(monkeypatch):
+@pytest.mark.parametrize("odd", [False, True])
+def test_hosts_that_nvlink_does_not_join_are_nodes(monkeypatch, odd):
+    """odd: PKT_NODE_SIZE is set on rank 3 alone, and all ranks say so."""
     monkeypatch.delenv("PKT_NODE_SIZE")
     monkeypatch.setenv("PKT_SECRET", "s" * network.SECRET_LETTERS)
     with socket.socket() as free:
@@ -428,6 +430,11 @@ def test_hosts_that_nvlink_does_not_join_are_nodes(monkeypatch):
         where = dataclasses.replace(bootstrap.place(None, 20.0), host=f"host {rank // 2}")
         driver = FakeDriver(rank, gpus=[FakeGpu(f"uuid-{rank}")])
         library = FakeNvshmem(driver, meeting)
+        if odd:
+            os.environ |= {"PKT_NODE_SIZE": "1"} if rank == 3 else {}
+            with pytest.raises(Unsupported, match=r"\(PKT_NODE_SIZE\) differs, ranks 0, 1, 2: 2; rank 3: 1"):
+                open_world(where, 0, HEAP, 10.0, driver=lambda r: driver, libraries=library)
+            return odd
         with open_world(where, 0, HEAP, 10.0, driver=lambda r: driver, libraries=library) as world:
             x = pkt.full(2, float(rank))
             world.barrier()
@@ -435,7 +442,8 @@ def test_hosts_that_nvlink_does_not_join_are_nodes(monkeypatch):
             return world.nodes, world.node_size, world.on_node.ranks, x.peer(rank ^ 1)[0].item()
 
     ends = values(forked.run(4, main))
-    assert ends == [(2, 2, (r // 2 * 2, r // 2 * 2 + 1), float(r ^ 1)) for r in range(4)]
+    right = [(2, 2, (r // 2 * 2, r // 2 * 2 + 1), float(r ^ 1)) for r in range(4)]
+    assert ends == ([odd] * 4 if odd else right)
 
 
 def test_steps_of_a_teams_ranks_are_none_in_addresses(monkeypatch):

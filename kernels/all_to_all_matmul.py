@@ -34,7 +34,16 @@ from .shared import heads, products
 from .shared.checks import FLOATS
 from .shared.grid import num_programs
 from .shared.heads import Matrix
-from .shared.tile_product import Tiles, accumulate, finish, stack, store_tile, tile_pointers, weights
+from .shared.tile_product import (
+    Tiles,
+    accumulate,
+    default_tiles,
+    finish,
+    stack,
+    store_tile,
+    tile_pointers,
+    weights,
+)
 from .shared.unfused import multiply, plain
 
 CALL = "all_to_all_matmul"
@@ -179,7 +188,7 @@ def all_to_all_matmul(
 
 # --------------------------------------------------------------------------------------------------------------- host
 def _tiles(call: Call) -> Tiles:
-    return heads.tiles_of(call["s"], call.dtype, call["h"] * call["d"], call["n"])
+    return default_tiles(call["s"], call.dtype, call["h"] * call["d"], call["n"])
 
 
 def _push(call: Call) -> Launch:
@@ -274,7 +283,7 @@ OPERATOR = Operator(
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_rows),
         ),
     },
-    default=lambda call: "push" if _tiles(call) == heads.WIDE_TILES else "unfused",
+    default=lambda call: "push" if heads.pushed(call["s"], _tiles(call)) else "unfused",
     reference=reference,
     backward=Backward(
         backward, "of x `matmul_all_to_all`; of weight `all_to_all` of x once more, then a product",

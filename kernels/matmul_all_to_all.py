@@ -270,17 +270,16 @@ def _fits_a_tile(call: Call) -> str:
 def _tiles(call: Call) -> Tiles:
     """Of "push": those of any product, as wide as a head where heads are normed or rotated."""
     d, columns = call["d"], (call["k"], call["h"] * call["d"])
-    if call["qk_heads"] is None:
-        return heads.tiles_of(call["s"], call.dtype, *columns)
-    tiles = default_tiles(call["s"], call.dtype, *columns)  # with wide ones the norm spills
-    if tiles.block_n >= d:
+    plain = call["qk_heads"] is None
+    tiles = default_tiles(call["s"], call.dtype, *columns, wide=plain)  # with wide ones the norm spills
+    if plain or tiles.block_n >= d:
         return tiles
     return tiles._replace(block_m=max(tiles.block_m * tiles.block_n // d, 16), block_n=d)
 
 
 def _wide(call: Call) -> bool:
     """Whether the product has enough rows for "push", as far as it was measured."""
-    return not _fits_a_tile(call) and _tiles(call) == heads.WIDE_TILES
+    return not _fits_a_tile(call) and heads.pushed(call["s"], _tiles(call))
 
 
 def _whole_heads(call: Call) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def all_gather_matmul(
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes, see rules.push_plan:
     num_comm_sms: programs that push, or in "nodes" gather. "push", "nodes": from 1 to all but one of the grid, by
-        default 16 and 24. "gluon": they push before they compute; 0: the copy engines copy instead, the default where
+        default 16 and 32. "gluon": they push before they compute; 0: the copy engines copy instead, the default where
         copying takes no longer than the product and neither chunk nor rounds_alone is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; by default 1024, with shard "columns"
         256. "gluon": a multiple of BLOCK_K; by default 128, 256 where fewer than 16 programs push. "gluon" where
@@ -373,9 +373,9 @@ OPERATOR = Operator(
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
     cases=(
-        Case(SIZES, arguments={"mode": "push"}, launches=3, out="new"),
+        Case(SIZES, arguments={"mode": "push"}, launches=3, out="new", large=products.LARGE),
         Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),
-        Case(SIZES, arguments={"mode": "copy"}, out="new"),
+        Case(SIZES, arguments={"mode": "copy"}, out="new", large=products.LARGE),
         Case(SIZES | {"k": 24}, arguments={"mode": "copy"}, explore=False),  # whole runs of 16 bytes in every dtype
         Case(SIZES | {"n": 13}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),  # rows TMA cannot take
         Case(SIZES | {"n": 13}, arguments={"mode": "push", "shard": "columns"}, ranks=2, out="new"),
@@ -383,13 +383,14 @@ OPERATOR = Operator(
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency", "shard": "columns"}, ranks=2, out="new"),
         *products.nasty("push", "unfused", "low_latency"),
         *products.nasty("push", "unfused", "low_latency", shard="columns"),
-        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
+        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new", large=products.LARGE),
         # One piece, so that one program packs it and another sends it. Not by TMA, so that no program that has gathered
         # loads by it: such loads need no fence behind the waits of the gather.
         Case(
             {"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 2}, ranks=4, sms=3, node_size=2,
-            out="new",
+            out="new", large=products.LARGE,
         ),
+        Case({"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 1}, ranks=3, node_size=1, out="new"),
         Case(
             {"m": 17, "k": 12, "n": 9}, arguments={"mode": "nodes", "shard": "columns"}, ranks=8, node_size=4,
             explore=False,

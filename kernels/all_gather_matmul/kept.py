@@ -152,7 +152,7 @@ OPERATOR = Operator(
         ),
         "unfused": replace(_forms["unfused"], plan=_unfused, several=None),
     },
-    across={"nodes": replace(_nodes, plan=_keeping(_nodes.plan, over_nodes.whole), several=None)},
+    across={"nodes": replace(_nodes, plan=_keeping(over_nodes.gather_whole, over_nodes.whole), several=None)},
     default=lambda call: "unfused" if host.fits_copies(call) else "copy",
     reference=reference,
     backward=Backward(

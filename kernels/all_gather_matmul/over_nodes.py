@@ -2,10 +2,10 @@
 
 In one launch. Programs 0 .. num_comm_sms - 1 gather as shared.nodes.gather_kernel does: they put this rank's shard to
 the rank of its rail on every other node, and load from the ranks of this node what has arrived there. They store it
-into `whole`, in this rank's memory, and count the pieces of each row block that are there. The other programs compute:
-the tiles of this rank's own shard first, those of the other ranks of its node, then those of far nodes, in the order in
-which evenly loaded nodes send. A tile waits for the pieces of its row block. A program that has gathered its share
-computes, too.
+into `whole`, in this rank's memory, and count the pieces of each row block that are there. What has come along this
+rank's own rail stays in the box. The other programs compute: the tiles of this rank's own shard first, those of the
+other ranks of its node, then those of far nodes, in the order in which evenly loaded nodes send. A tile waits for the
+pieces of its row block. A program that has gathered its share computes, too.
 
 (N - 1) |a| bytes leave each rank over the network, (W - N) |a| in the node. On GPUs it has run on two nodes of one
 host.
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -44,7 +45,7 @@ class Work(NamedTuple):
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS, this rank's; half as many columns with swiglu
-    whole_ptr: Any  # (size, m, k) this rank's: the shards of the others
+    whole_ptr: Any  # (size, m, k) this rank's: the shards of the others, those of its rail only if WHOLE
     box_ptr: Any  # of these four see shared.nodes.gather_kernel, whose programs are here num_comm_sms
     arrived_ptr: Any
     packed_ptr: Any
@@ -57,6 +58,7 @@ class Work(NamedTuple):
     num_comm_sms: Any
     NEAR: tl.constexpr  # ranks of a node
     GATHERED: tl.constexpr  # by the launch before, for another weight: this kernel only computes
+    WHOLE: tl.constexpr  # the caller wants A: what comes along my rail goes from the box into `whole`, too
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
@@ -84,16 +86,31 @@ def _place(task, tiles, world, NEAR: tl.constexpr):
 
 
 @triton.jit
+def _half(p, part, world, launch):
+    """The half of my box that a launch uses."""
+    return nodes.slot(p.box_ptr, (launch & 1) * (world.size // p.NEAR), part.n)
+
+
+@triton.jit
 def _add_shard(acc, source, b_index, i, col, p, part, world, launch, b):
     """acc + row block i of shard `source`, once it is here, times matrix b_index of b."""
+    rank = tl.cast(world.rank, tl.int32)
     a_ptr = p.a_ptr
-    if source != tl.cast(world.rank, tl.int32):
-        if not p.GATHERED:
-            first = tl.cast(i, tl.int64) * p.BLOCK_M * p.k
-            last = tl.minimum(first + tl.cast(p.BLOCK_M, tl.int64) * p.k, part.n) - 1
-            pieces = tl.cast(last // part.PIECE - first // part.PIECE, tl.int32) + 1
-            pl.wait(p.ready_ptr + source * tl.cdiv(p.m, p.BLOCK_M) + i, launch * pieces, world)
-        a_ptr = nodes.slot(p.whole_ptr, source, part.n)
+    if source != rank:
+        first = tl.cast(i, tl.int64) * p.BLOCK_M * p.k
+        last = tl.minimum(first + tl.cast(p.BLOCK_M, tl.int64) * p.k, part.n) - 1
+        first_piece, last_piece = tl.cast(first // part.PIECE, tl.int32), tl.cast(last // part.PIECE, tl.int32)
+        if (source % p.NEAR == rank % p.NEAR) & (not p.WHOLE):
+            origin = source // p.NEAR
+            if not p.GATHERED:
+                for t in range(first_piece, last_piece + 1):
+                    pl.wait(p.arrived_ptr + origin * part.pieces + t, launch, world)
+            a_ptr = nodes.slot(_half(p, part, world, launch), origin, part.n)
+        else:
+            if not p.GATHERED:
+                pieces = last_piece - first_piece + 1
+                pl.wait(p.ready_ptr + source * tl.cdiv(p.m, p.BLOCK_M) + i, launch * pieces, world)
+            a_ptr = nodes.slot(p.whole_ptr, source, part.n)
     # Made for each shard, as in plain.py.
     a = stack(a_ptr, 1, p.m, p.k, p.k, p.BLOCK_M, p.BLOCK_K, p.TMA)
     shards: tl.constexpr = world.size if p.COLUMNS else 1
@@ -127,13 +144,14 @@ def _compute(task, p, part, world, launch, b, out):
 @triton.jit
 def _gather(pid, p, part, world, launch, b, out):
     """My share of the gather, as program `pid` of those that gather."""
-    half = nodes.slot(p.box_ptr, (launch & 1) * (world.size // p.NEAR), part.n)
+    half = _half(p, part, world, launch)
     mine = nodes.slot(half, tl.cast(world.rank, tl.int32) // p.NEAR, part.n)
     nodes.send_part(p.a_ptr, mine, p.packed_ptr, p.arrived_ptr, launch, pid, p.num_comm_sms, part, world, p.NEAR)
-    nodes.take_parts(
-        p.whole_ptr, half, p.arrived_ptr, p.there_ptr, launch, pid, p.num_comm_sms, part, world, p.NEAR,
-        p.ready_ptr, tl.cast(p.BLOCK_M, tl.int64) * p.k,
-    )  # fmt: skip
+    if p.NEAR > 1 or p.WHOLE:
+        nodes.take_parts(
+            p.whole_ptr, half, p.arrived_ptr, p.there_ptr, launch, pid, p.num_comm_sms, part, world, p.NEAR,
+            p.ready_ptr, tl.cast(p.BLOCK_M, tl.int64) * p.k, p.WHOLE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -145,8 +163,9 @@ def nodes_kernel(p, part, world):
     EACH: tl.constexpr = columns_each(p.EPILOGUE)
     out = stack(p.out_ptr, shards, p.m, p.N // EACH, p.N // EACH, p.BLOCK_M, p.BLOCK_N // EACH, p.TMA)
     if p.GATHERED:
+        launch = sync.peek_epoch(p.there_ptr) - 1
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-            _compute(task, p, part, world, 0, b, out)
+            _compute(task, p, part, world, launch, b, out)
     else:
         launch = pl.epoch(p.there_ptr, world)
         pl.lcsc(
@@ -194,15 +213,21 @@ def _space(call: Call) -> _Space:
     return _Space(whole, tuple(made), part, programs, num_comm_sms)
 
 
-def whole(call: Call) -> SymmetricTensor:
-    """The shards of the others, (size, m, k), after each launch of a call's plan."""
-    return _space(call).whole
-
-
 def gather_and_multiply(call: Call) -> Launch:
     """The plan of mode "nodes"."""
     found = _space(call)
     return _launch(call, found, found.programs, gathered=False)
+
+
+def gather_whole(call: Call) -> Launch:
+    """The same, which leaves the shards of all others in `whole(call)`."""
+    found = _space(call)
+    return _launch(call, found, found.programs, gathered=False, keep=True)
+
+
+def whole(call: Call) -> SymmetricTensor:
+    """The shards of the others, (size, m, k), after each launch of `gather_whole(call)`."""
+    return _space(call).whole
 
 
 def several(calls: Sequence[Call]) -> Callable[..., None]:
@@ -220,13 +245,14 @@ def _computing(call: Call, found: _Space) -> Launch:
     return _launch(call, found, num_programs(world, tasks), gathered=True)
 
 
-def _launch(call: Call, found: _Space, programs: int, *, gathered: bool) -> Launch:
-    """launch(a, b, out, bias): the kernel with so many programs."""
+def _launch(call: Call, found: _Space, programs: int, *, gathered: bool, keep: bool = False) -> Launch:
+    """launch(a, b, out, bias): the kernel with so many programs. keep: all others' shards come into `whole`."""
     world, (m, k), tiles, (rows, transposed) = call.world, call["a"].shape, call["tiles"], stored(call["b"])
     same = Work(
         None, None, None, None, found.whole, *found.made, m=m, N=call["b"].shape[1], k=k,
         num_comm_sms=found.num_comm_sms, NEAR=tl.constexpr(world.node_size), GATHERED=tl.constexpr(gathered),
-        COLUMNS=tl.constexpr(call["shard"] == "columns"), TMA=tl.constexpr(aligned(call["a"], rows, call["out"])),
+        WHOLE=tl.constexpr(keep), COLUMNS=tl.constexpr(call["shard"] == "columns"),
+        TMA=tl.constexpr(aligned(call["a"], rows, call["out"])),
         TRANSPOSED=tl.constexpr(transposed), EPILOGUE=tl.constexpr(call["epilogue"]),
         BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
         GROUP=tl.constexpr(tiles.group),

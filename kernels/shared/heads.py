@@ -17,7 +17,7 @@ from pkt.runtime.launch.replay import replayed
 from ..declaration import Call, Launch
 from . import product_rules
 from .checks import stored
-from .tile_product import Tiles, default_tiles, whole_rows
+from .tile_product import WIDE_TILES, Tiles, whole_rows
 from .unfused import PRECISION
 
 
@@ -46,17 +46,14 @@ def reaches(dtype: torch.dtype, columns: tuple[int, ...], *tensors: torch.Tensor
     return whole_rows(dtype, *columns) and all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
-WIDE_ROWS = 2048
-"""Rows of a rank's product from which "push" has WIDE_TILES: the fewest for which they were measured."""
-WIDE_TILES = Tiles(128, 256, 64, num_stages=3)
-"""all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400 ms, with Tiles() 0.521, unfused 0.417:
-benchmarks/results/all_to_all_matmul_2.json."""
+PUSHED_ROWS = 2048
+"""Rows of a rank's product from which "push" is the default where it has WIDE_TILES: the fewest for which that was
+measured, see benchmarks/results/all_to_all_matmul_2.json."""
 
 
-def tiles_of(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
-    """`default_tiles`, wide ones for many rows."""
-    tiles = default_tiles(m, dtype, *columns)
-    return WIDE_TILES if tiles == Tiles() and m >= WIDE_ROWS else tiles
+def pushed(m: int, tiles: Tiles) -> bool:
+    """Whether "push" with these tiles is the default for a product of m rows."""
+    return tiles == WIDE_TILES and m >= PUSHED_ROWS
 
 
 def again(call: Call, launch: Launch) -> Launch:
@@ -96,7 +93,7 @@ def seconds_unfused(sent: Sent) -> product_rules.Seconds:
 def seconds_pushed_tiles(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """A tile is signalled before the next one begins. After the product what has come is read and written."""
     columns = math.ceil(key["N"] / key["size"])
-    case = replace(product_rules.plain_product(config, key, key["M"], key["K"], columns), N=columns)
+    case = replace(product_rules.plain_product(config, key, key["M"], key["K"], key["N"]), N=columns)
     one, tasks, sent = case.seconds(gpu, plain=True), key["size"] * case.tiles(key["M"]), sent_columns(key)
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=link_rate("TMA store", gpu.sms), around=one,

@@ -158,6 +158,7 @@ def take_parts(
     out_ptr, half, arrived_ptr, there_ptr, launch, pid, programs, part, world, NEAR: tl.constexpr,
     ready_ptr=None,  # int32 (size, blocks) on every rank: pieces of each block of each part that are in `out`
     block=1,  # elements of such a block
+    BOXED: tl.constexpr = True,  # take what is in my own box, too
 ):  # fmt: skip
     """Load all parts into `out`, piece by piece, from the boxes of my node's ranks, whose halves are `half`. My share
     of it, as program `pid` of `programs`; pointers as in gather_kernel. With ready_ptr my own part stays where it is.
@@ -178,7 +179,8 @@ def take_parts(
             source = source_at(i, j, world, NEAR)
             if j > 0:
                 pl.wait(there_ptr + source % NEAR * programs + pid, turn, world)
-            if (source != rank) | (ready_ptr is None):
+            taken = BOXED or j > 0
+            if taken & ((source != rank) | (ready_ptr is None)):
                 for start in range(0, part.PIECE, part.TILE):
                     unit, element, inside = tile(first, start, part)
                     at = in_whole(unit, element, part, source, world.size)

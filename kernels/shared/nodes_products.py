@@ -7,6 +7,9 @@ the node have a tile, adds them in fp32, and puts the sum, rounded, to the tile'
 came from the other nodes, in a fixed order. Parts of far nodes are computed first, this node's last. All ranks of a
 node compute tiles in one order, so that a tile is there on all of them at about the same time.
 
+Where a node has one rank, nothing is added in it. The program that has computed a tile then sends it, or adds to it
+what came, and no program only communicates.
+
 Memory that peers access has halves, which launches use in turn. A rank ends a launch when it has a tile of every rank
 of its node and of its rail from that launch. So when launch l + 2 begins on one rank, launch l has ended on all that
 use its memory. The tiles are kept one behind the other, so that a tile is one put. It has run in the simulator only.
@@ -44,10 +47,8 @@ class Work(NamedTuple):
     b_ptr: Any  # (k, N), or (N, k) if TRANSPOSED, this rank's
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (m, N) this rank's
-    partial_ptr: (
-        Any  # (2, nodes, tiles, NEAR, BLOCK_M, BLOCK_N) on every rank, halves in turn; [:, k, t, l]: this rank's
-    )
-    # tile t of the part of local rank l of node k, which the ranks of this node read
+    partial_ptr: Any  # (2, nodes, tiles, NEAR, BLOCK_M, BLOCK_N) on every rank, halves in turn; [:, k, t, l]: this
+    # rank's tile t of the part of local rank l of node k, which the ranks of this node read; None where NEAR is 1
     box_ptr: Any  # (3, nodes, tiles, BLOCK_M, BLOCK_N) on every rank; [0, k]: sums for my rail's rank on node k, [1:,
     # k]: those that come from it, halves in turn
     ready_ptr: Any  # int32 (NEAR, nodes, tiles) on every rank; [l, k, t]: the launch whose tile t, of the part of my
@@ -82,6 +83,49 @@ def _place(t, p):
     """Tile t of a part: (row in the part, column)."""
     i, j = pl.order.supergroup(t, tl.cdiv(p.m, p.BLOCK_M), tl.cdiv(p.N, p.BLOCK_N), p.GROUP)
     return i * p.BLOCK_M, j * p.BLOCK_N
+
+
+@triton.jit
+def _came(origin, t, p, world, launch):
+    """Where tile t of my part comes to from a node."""
+    NODES: tl.constexpr = world.size // p.NEAR
+    return nodes.slot(p.box_ptr, ((1 + (launch & 1)) * NODES + origin) * _tiles(p) + t, p.BLOCK_M * p.BLOCK_N)
+
+
+@triton.jit
+def _send(to, t, p, world, launch):
+    """Put tile t of the part of my rail's rank on node `to`, from where it leaves."""
+    tiles = _tiles(p)
+    rank = tl.cast(world.rank, tl.int32)
+    node, local = rank // p.NEAR, rank % p.NEAR
+    row, _ = _place(t, p)
+    nbytes = tl.minimum(p.m - row, p.BLOCK_M) * p.BLOCK_N * p.ITEM
+    arrived = p.arrived_ptr + node * tiles + t
+    target, source = _came(node, t, p, world, launch), nodes.slot(p.box_ptr, to * tiles + t, p.BLOCK_M * p.BLOCK_N)
+    pl.put_signal(arrived, to * p.NEAR + local, world, dst=target, src=source, nbytes=nbytes)
+
+
+@triton.jit
+def _compute_alone(task, p, world, launch, a, b, leaving):
+    """A tile of a part, to its owner or into `out`, where each rank is a node."""
+    tiles = _tiles(p)
+    rank = tl.cast(world.rank, tl.int32)
+    to, t = (rank + 1 + task // tiles) % world.size, task % tiles
+    row, col = _place(t, p)
+    acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
+    acc = accumulate(acc, a, 0, b, 0, 1, to * p.m + row, col, p.M, p.N, p.k, p.k, p.TMA, p.TRANSPOSED, p.BLOCK_K)
+    if to == rank:
+        ptrs, there = tile_pointers(p.out_ptr, row, col, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N)
+        at = tl.arange(0, p.BLOCK_M)[:, None] * p.BLOCK_N + tl.arange(0, p.BLOCK_N)[None, :]
+        for d in range(1, world.size):
+            origin = (rank + world.size - d) % world.size
+            pl.wait(p.arrived_ptr + origin * tiles + t, launch, world)
+            acc += tl.load(_came(origin, t, p, world, launch) + at, mask=there, other=0).to(tl.float32)
+        acc = finish(acc, p.bias_ptr, col, p.N, p.EPILOGUE)
+        tl.store(ptrs, acc.to(p.out_ptr.dtype.element_ty), mask=there)
+    else:
+        store_tile(leaving, to * tiles + t, acc, 0, 0, p.BLOCK_M, p.BLOCK_N, p.BLOCK_N, True)
+        _send(to, t, p, world, launch)
 
 
 @triton.jit
@@ -127,18 +171,15 @@ def _communicate(task, p, world, launch, a, b, partial):
         if to == node:
             for d in range(1, NODES):
                 origin = (node + NODES - d) % NODES
-                came = nodes.slot(p.box_ptr, ((1 + (launch & 1)) * NODES + origin) * tiles + t, TILE)
-                total += tl.load(came + at, mask=inside, other=0).to(tl.float32)
+                total += tl.load(_came(origin, t, p, world, launch) + at, mask=inside, other=0).to(tl.float32)
             total = finish(total, p.bias_ptr, col, p.N, p.EPILOGUE)
             ptrs, there = tile_pointers(p.out_ptr, row + start, col, p.m, p.N, p.N, ROWS, p.BLOCK_N)
             tl.store(ptrs, total.to(p.out_ptr.dtype.element_ty), mask=there)
         else:
             tl.store(sent + at, total.to(p.box_ptr.dtype.element_ty), mask=inside)
     if to != node:
-        arrived, nbytes = p.arrived_ptr + node * tiles + t, rows * p.BLOCK_N * p.ITEM
-        target = nodes.slot(p.box_ptr, ((1 + (launch & 1)) * NODES + node) * tiles + t, TILE)
         tl.debug_barrier()  # one thread sends what the others have stored
-        pl.put_signal(arrived, to * p.NEAR + local, world, dst=target, src=sent, nbytes=nbytes)
+        _send(to, t, p, world, launch)
 
 
 @triton.jit
@@ -147,12 +188,17 @@ def product_kernel(p, world):
     tiles = _tiles(p)
     a = stack(p.a_ptr, 1, p.M, p.k, p.k, p.BLOCK_M, p.BLOCK_K, p.TMA)
     b = weights(p.b_ptr, 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
-    half = nodes.slot(p.partial_ptr, (launch & 1) * world.size * tiles, p.BLOCK_M * p.BLOCK_N)
-    partial = stack(half, world.size * tiles, p.BLOCK_M, p.BLOCK_N, p.BLOCK_N, p.BLOCK_M, p.BLOCK_N, True)
-    pl.lcsc(
-        _compute, _communicate, (p, world, launch, a, b, partial), world.size * tiles, world.size // p.NEAR * tiles,
-        p.queue_ptr, launch, p.num_comm_sms,
-    )  # fmt: skip
+    if p.NEAR == 1:
+        leaving = stack(p.box_ptr, world.size * tiles, p.BLOCK_M, p.BLOCK_N, p.BLOCK_N, p.BLOCK_M, p.BLOCK_N, True)
+        for task in range(tl.program_id(0), world.size * tiles, tl.num_programs(0)):
+            _compute_alone(task, p, world, launch, a, b, leaving)
+    else:
+        half = nodes.slot(p.partial_ptr, (launch & 1) * world.size * tiles, p.BLOCK_M * p.BLOCK_N)
+        partial = stack(half, world.size * tiles, p.BLOCK_M, p.BLOCK_N, p.BLOCK_N, p.BLOCK_M, p.BLOCK_N, True)
+        pl.lcsc(
+            _compute, _communicate, (p, world, launch, a, b, partial), world.size * tiles,
+            world.size // p.NEAR * tiles, p.queue_ptr, launch, p.num_comm_sms,
+        )  # fmt: skip
     if not p.ANSWERED:
         pl.quiet(world)  # before the next launch's signals; and what I have sent may be overwritten
 
@@ -187,9 +233,10 @@ def _scattered(call: Call, M: int, *, answered: bool) -> Launch:
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, size * count + call["num_comm_sms"])
 
-    def make() -> tuple[SymmetricTensor, ...]:
+    def make() -> tuple[SymmetricTensor | None, ...]:
         tile = count, tiles.block_m, tiles.block_n
-        partial = empty(2, size, *tile, dtype=dtype, name=f"{call.name}.partial", world=world)
+        alone = world.node_size == 1
+        partial = None if alone else empty(2, size, *tile, dtype=dtype, name=f"{call.name}.partial", world=world)
         box = empty(3, world.nodes, *tile, dtype=dtype, name=f"{call.name}.box", world=world)
         counters = {"ready": size * count, "arrived": world.nodes * count, "queue": 1}
         made = (signals(n, name=f"{call.name}.{name}", world=world) for name, n in counters.items())

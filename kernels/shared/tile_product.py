@@ -197,17 +197,27 @@ MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
 78. For 1 and 16 rows 63 and 59, FEW_ROWS_TILES 52 and 55; for 1024 rows 292, Tiles() 254."""
 
 
-def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
-    """Tiles for m rows of output, or of each part of it, and operands whose rows are `columns` long: the same on every
-    rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, and where a figure stands beside
-    them measured.
+WIDE_TILES = Tiles(128, 256, 64, num_stages=3)
+"""all_gather_matmul of 4,096 rows a rank, N = 4096, K = 8192, mode "copy", on 2 x H200: 0.76 ms, with Tiles() 0.94;
+all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400 ms, with Tiles() 0.521
+(benchmarks/results/all_to_all_matmul_2.json)."""
+
+WIDE_ELEMENTS = 1 << 22
+"""Of an output with WIDE_TILES, at least: one of these tiles for each SM."""
+
+
+def default_tiles(m: int, dtype: torch.dtype, *columns: int, wide: bool = True) -> Tiles:
+    """Tiles for m rows of output, or of each part of it, and operands whose rows are `columns` long, the last those of
+    the output: the same on every rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, and
+    where a figure stands beside them measured. wide: WIDE_TILES are allowed.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
     tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
     if whole_rows(dtype, *columns) and dtype != torch.float32:
-        tiles = FEW_ROWS_TILES if m <= FEW_ROWS else MORE_ROWS_TILES if m <= MORE_ROWS else Tiles()
+        large = WIDE_TILES if wide and m * columns[-1] >= WIDE_ELEMENTS else Tiles()
+        tiles = FEW_ROWS_TILES if m <= FEW_ROWS else MORE_ROWS_TILES if m <= MORE_ROWS else large
     return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import address
 
 from ..dispatch import choices
 from ..shared import nodes, rails
@@ -80,9 +81,8 @@ def _of_node(total, slots, cols, m, r, p, world):
     ranks = tl.arange(0, r.NEAR2)[None, :]
     for j in tl.static_range(r.NEAR):
         slot = tl.max(tl.where(ranks == j, slots, -1), 1)[:, None]
-        at = m.sums + tl.cast(slot, tl.int64) * p.H + cols
-        mask = (slot >= 0) & (cols < p.H)
-        total += pl.load(at, node * r.NEAR + j, world, mask=mask, other=0).to(tl.float32)
+        at = address.of_rank(m.sums, node * r.NEAR + j, world) + tl.cast(slot, tl.int64) * p.H + cols
+        total += tl.load(at, mask=(slot >= 0) & (cols < p.H), other=0).to(tl.float32)
     return total
 
 

@@ -103,9 +103,9 @@ def _tell(half, launch, m, r, p, world):
         pairs = tl.load(row + e, mask=e < p.EXPERTS)
         tokens = tl.load(row + p.EXPERTS + ranks, mask=ranks < world.size)
         for j in tl.static_range(1, r.NEAR):
-            peer = node * r.NEAR + (local + j) % r.NEAR
-            pl.store(row + e, pairs, peer, world, mask=e < p.EXPERTS)
-            pl.store(row + p.EXPERTS + ranks, tokens, peer, world, mask=ranks < world.size)
+            there = address.of_rank(row, node * r.NEAR + (local + j) % r.NEAR, world)
+            tl.store(there + e, pairs, mask=e < p.EXPERTS)
+            tl.store(there + p.EXPERTS + ranks, tokens, mask=ranks < world.size)
     nodes.signal_node(m.told, world, r.NEAR)  # publish
     pl.signal(m.told, world.rank, world)
 
@@ -145,8 +145,8 @@ def _place(origin, peer, to, m, r, p, world):
     """Load from rank `peer` of my node what it has of this program's piece of node `origin`, into my rows."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
-    note = address.peer(rails.note(r.notes, origin, 0, world, r), peer, world)
-    lines = address.peer(rails.line(m.lines, origin, 0, m.line, world, r), peer, world)
+    note = address.of_rank(rails.note(r.notes, origin, 0, world, r), peer, world)
+    lines = address.of_rank(rails.line(m.lines, origin, 0, m.line, world, r), peer, world)
     count = tl.load(note)
     PER: tl.constexpr = 32 // to.rows.dtype.element_ty.primitive_bitwidth
     for start in range(0, count, p.ROWS):

@@ -81,8 +81,8 @@ def _place(
     """Load from rank `peer` of my node what it has of this program's piece of node `origin`, into my rows."""
     local = tl.cast(world.rank, tl.int32) % r.NEAR
     k = tl.arange(0, p.K2)[None, :]
-    note = address.peer(rails.note(r.notes, origin, half, world, r), peer, world)
-    lines = address.peer(rails.line(m.lines, origin, half, p.H, world, r), peer, world)
+    note = address.of_rank(rails.note(r.notes, origin, half, world, r), peer, world)
+    lines = address.of_rank(rails.line(m.lines, origin, half, p.H, world, r), peer, world)
     count = tl.load(note)
     for start in range(0, count, p.ROWS):
         i = start + tl.arange(0, p.ROWS)[:, None]

@@ -73,7 +73,7 @@ def nodes_kernel(
             row = results_ptr + tl.cast(number, tl.int64) * (p.E + 1)
             merged = device.no_rows(p, TAKE)
             for j in tl.static_range(NEAR):
-                merged = device.with_rows(merged, address.peer(row, node * NEAR + j, world), number < rows, p)
+                merged = device.with_rows(merged, address.of_rank(row, node * NEAR + j, world), number < rows, p)
             part, lse = merging.divided(merged[2], merged[0], merged[1])
             _store(part, lse, sent + (number - first) * (p.E + 1), number < rows, rank, p, world)
         nbytes = tl.minimum(rows - first, PIECE) * (p.E + 1) * 4
@@ -113,9 +113,9 @@ def nodes_kernel(
 @triton.jit
 def _store(part, lse, row, exists, peer, p, world):
     """Store rows and their lse at `row`, (TAKE,) pointers, of rank `peer`."""
-    e = tl.arange(0, p.COLUMNS)
-    pl.store(row[:, None] + e[None, :], part, peer, world, mask=exists[:, None] & (e < p.E)[None, :])
-    pl.store(row + p.E, lse, peer, world, mask=exists)
+    e, there = tl.arange(0, p.COLUMNS), address.of_rank(row, peer, world)
+    tl.store(there[:, None] + e[None, :], part, mask=exists[:, None] & (e < p.E)[None, :])
+    tl.store(there + p.E, lse, mask=exists)
 
 
 # ---------------------------------------------------------------------------------------------------------------- host

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import address
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -185,7 +186,8 @@ def take_parts(
                     unit, element, inside = tile(first, start, part)
                     at = in_whole(unit, element, part, source, world.size)
                     inside &= at < part.limit
-                    x = pl.load(slot(half, origin, part.n) + element, rank - local + source % NEAR, world, mask=inside)
+                    box = address.of_rank(slot(half, origin, part.n), rank - local + source % NEAR, world)
+                    x = tl.load(box + element, mask=inside)
                     tl.store(out_ptr + at, x, mask=inside)
                 if ready_ptr is not None:
                     last = tl.minimum(first + part.PIECE, part.n) - 1
@@ -227,8 +229,8 @@ def node_sum(x_ptr, at, inside, world, NEAR: tl.constexpr, OP: tl.constexpr):
     local = rank % NEAR
     total = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
     for j in tl.static_range(1, NEAR):
-        peer = rank - local + (local + j) % NEAR
-        total = combine(total, pl.load(x_ptr + at, peer, world, mask=inside, other=0).to(tl.float32), OP)
+        x = address.of_rank(x_ptr, rank - local + (local + j) % NEAR, world)
+        total = combine(total, tl.load(x + at, mask=inside, other=0).to(tl.float32), OP)
     return total
 
 
@@ -319,7 +321,7 @@ def exchange_kernel(
             for start in range(0, part.PIECE, part.TILE):
                 unit, element, inside = tile(first, start, part)
                 at = in_whole(unit, element, part, to * NEAR + local, world.size, together_x)
-                x = pl.load(x_ptr + at, node * NEAR + peer, world, mask=inside)
+                x = tl.load(address.of_rank(x_ptr, node * NEAR + peer, world) + at, mask=inside)
                 tl.store(place + element, x, mask=inside)
         tl.debug_barrier()  # one thread sends what the others have stored
         arrived, nbytes = arrived_ptr + node * part.pieces + t, count * (NEAR * part.ITEM)
@@ -340,7 +342,7 @@ def exchange_kernel(
                     x = tl.load(place + element, mask=inside)
                 else:  # from my own node
                     at = in_whole(unit, element, part, rank, world.size, together_x)
-                    x = pl.load(x_ptr + at, node * NEAR + peer, world, mask=inside)
+                    x = tl.load(address.of_rank(x_ptr, node * NEAR + peer, world) + at, mask=inside)
                 at = in_whole(unit, element, part, origin * NEAR + peer, world.size, together_out)
                 tl.store(out_ptr + at, x, mask=inside)
     signal_node(read_ptr + pid, world, NEAR)  # before overwrite: I have read the x of my node's ranks

@@ -52,14 +52,14 @@ def gather_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
 
 def scatter_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of matmul_reduce_scatter: some programs add up and send the tiles that the others compute."""
-    case, num_comm = rules.plain_product(config, key, _rows(key), key["N"]), _num_comm(config)
-    return _scattered(case, key, num_comm, gpu, answered=False)
+    case = rules.plain_product(config, key, _rows(key), key["N"])
+    return _scattered(case, config, key, gpu, answered=False)
 
 
 def reduce_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of matmul_all_reduce: the same, and then a gather that nothing hides."""
-    case, num_comm = rules.plain_product(config, key, _rows(key), key["N"]), _num_comm(config)
-    first = _scattered(case, key, num_comm, gpu, answered=True)
+    case = rules.plain_product(config, key, _rows(key), key["N"])
+    first = _scattered(case, config, key, gpu, answered=True)
     then = gather(Sizes(key, gpu, case.m * case.N * case.itemsize), answered=True)
     both = first.then(then)
     return replace(
@@ -72,14 +72,16 @@ def _num_comm(config: Mapping[str, Any]) -> int:
     return int(config.get("num_comm_sms", NUM_COMM_SMS))
 
 
-def _scattered(case: Product, key: Key, num_comm: int, gpu: Gpu, *, answered: bool) -> TwoLinks:
-    """A tile must be there before anything leaves. The last tile is added up when it has come."""
+def _scattered(case: Product, config: Mapping[str, Any], key: Key, gpu: Gpu, *, answered: bool) -> TwoLinks:
+    """A tile must be there before anything leaves. The last tile is added up when it has come. Where each rank is a
+    node, the programs that compute send."""
+    num_comm = _num_comm(config) if key["node_size"] > 1 else None
     tile = case.block_m * case.block_n * case.itemsize
     moved = scatter(Sizes(key, gpu, case.m * case.N * case.itemsize, num_comm, tile), answered)
     return _beside(case, moved, num_comm, case.seconds(gpu, plain=True) + moved.exposed, gpu)
 
 
-def _beside(case: Product, moved: TwoLinks, num_comm: int, around: float, gpu: Gpu) -> TwoLinks:
+def _beside(case: Product, moved: TwoLinks, num_comm: int | None, around: float, gpu: Gpu) -> TwoLinks:
     """A product beside what moves, in programs of its own. around: seconds of computing and moving that have nothing
     beside them, where moving takes longer."""
     found = overlapped(

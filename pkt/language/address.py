@@ -9,15 +9,9 @@ from . import ptx
 
 
 @triton.jit
-def peer(ptr, rank, world):
-    """The address of rank `rank`'s copy of `ptr`.
-
-    ptr: scalar or block of pointers into my own heap, any element type; rank: int, 0 <= rank < world.size.
-    Returns pointers of the same shape and type, `ptr + (rank - world.rank) * stride` in 64-bit integer arithmetic. The
-    compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering. In a team, `rank` is one of
-    the team's, and its stride or a constant table leads to the copy. Over several nodes the windows of a node form a
-    ring, and the address of a rank of another node is where no memory is.
-    """
+def of_rank(ptr, rank, world):
+    """`peer`, in worlds of several nodes, too: for ranks of this node. The address of a rank of another one is where no
+    memory is."""
     bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
     itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # a bool is one bit, in a byte
     # world.rank is the constant 1 on rank 1: tl.cast takes constants and tensors alike
@@ -28,6 +22,26 @@ def peer(ptr, rank, world):
     else:  # a team whose ranks have unequal steps
         distance = ptx.member(rank, world) - ptx.member(world.rank, world)
     return ptr + distance * (world.stride // itemsize)
+
+
+@triton.jit
+def near(ptr, rank, world, CALL: tl.constexpr):
+    """`of_rank` for a CALL, as "pl.load", that no network carries. In a world of several nodes it does not compile."""
+    ptx.near_only(CALL, world)
+    return of_rank(ptr, rank, world)
+
+
+@triton.jit
+def peer(ptr, rank, world):
+    """The address of rank `rank`'s copy of `ptr`.
+
+    ptr: scalar or block of pointers into my own heap, any element type; rank: int, 0 <= rank < world.size.
+    Returns pointers of the same shape and type, `ptr + (rank - world.rank) * stride` in 64-bit integer arithmetic. The
+    compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering. In a team, `rank` is one of
+    the team's, and its stride or a constant table leads to the copy. Does not compile in a world of several nodes, in
+    which only the network reaches some copies: call it in the team `world.on_node`.
+    """
+    return near(ptr, rank, world, "pl.peer")
 
 
 @triton.jit
@@ -54,4 +68,4 @@ def _around(rank, mine, world):
 def multicast(ptr, world):
     """The address of `ptr` in the multicast window, for multimem instructions only, and only where `world.multicast`.
     The window lies behind the last rank's, at `peer(ptr, world.size, world)`."""
-    return peer(ptr, world.size, world)
+    return of_rank(ptr, world.size, world)

@@ -37,7 +37,7 @@ def put_flagged(ptr, values, flag, peer, world, mask=None):
     int32 scalar, another one for each use of a word. `st.relaxed.sys.global.b128`, or `.b64`, one a word. No order: it
     publishes nothing but itself.
     """
-    ptx.put_flagged(address.peer(ptr, peer, world), values, flag, mask)
+    ptx.put_flagged(address.near(ptr, peer, world, "pl.put_flagged"), values, flag, mask)
 
 
 @triton.jit

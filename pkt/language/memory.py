@@ -21,27 +21,28 @@ def load(ptr, peer, world, mask=None, other=None):
 
     ptr: scalar or block of pointers; mask: bool block; other: value where the mask is false.
     """
-    return tl.load(address.peer(ptr, peer, world), mask=mask, other=other)
+    return tl.load(address.near(ptr, peer, world, "pl.load"), mask=mask, other=other)
 
 
 @triton.jit
 def store(ptr, value, peer, world, mask=None):
     """Store into rank `peer`'s copy, as `tl.store`: `st.global`, up to 16 bytes a thread. Visible after a `signal`."""
-    tl.store(address.peer(ptr, peer, world), value, mask=mask)
+    tl.store(address.near(ptr, peer, world, "pl.store"), value, mask=mask)
 
 
 @triton.jit
 def copy(dst, src, to_rank, from_rank, world, mask=None):
     """Copy rank `from_rank`'s `src` into rank `to_rank`'s `dst` through registers. Any two ranks; blocks of equal shape
     and element type."""
-    tl.store(address.peer(dst, to_rank, world), tl.load(address.peer(src, from_rank, world), mask=mask), mask=mask)
+    value = tl.load(address.near(src, from_rank, world, "pl.copy"), mask=mask)
+    tl.store(address.near(dst, to_rank, world, "pl.copy"), value, mask=mask)
 
 
 @triton.jit
 def get(peer, world, mask=None, dst=None, src=None):
     """Copy rank `peer`'s `src` into my `dst`. Name both pointers: `pl.get(dst=y, src=x, peer=1, world=world)`."""
     tl.static_assert(dst is not None and src is not None, "name the pointers: pl.get(dst=, src=, peer=, world=)")
-    tl.store(dst, tl.load(address.peer(src, peer, world), mask=mask), mask=mask)
+    tl.store(dst, tl.load(address.near(src, peer, world, "pl.get"), mask=mask), mask=mask)
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def put(peer, world, mask=None, dst=None, src=None, nbytes=None, BLOCK: tl.const
     """
     tl.static_assert(dst is not None and src is not None, "name the pointers: pl.put(dst=, src=, peer=, world=)")
     if nbytes is None:
-        tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
+        tl.store(address.near(dst, peer, world, "pl.put"), tl.load(src, mask=mask), mask=mask)
     else:
         tl.static_assert(mask is None, "a run of nbytes takes no mask")
         nodes.put(dst, src, nbytes, peer, world, BLOCK)
@@ -114,7 +115,7 @@ def load_acquire(ptr, peer, world, scope: tl.constexpr = _SYS):
     an atomic addition of 0, which Triton compiles to `ld.global.<scope>.acquire`, then `bar.sync`. It does not order
     TMA loads, and a loop around it has no deadline: `wait` has both.
     """
-    found = _read(address.peer(ptr, peer, world), "acquire", scope)
+    found = _read(address.near(ptr, peer, world, "pl.load_acquire"), "acquire", scope)
     ptx.cta_barrier()
     return found
 
@@ -122,7 +123,7 @@ def load_acquire(ptr, peer, world, scope: tl.constexpr = _SYS):
 @triton.jit
 def load_relaxed(ptr, peer, world, scope: tl.constexpr = _SYS):
     """As `load_acquire`, without its order. Unlike `load`, it may meet stores of other programs."""
-    return _read(address.peer(ptr, peer, world), "relaxed", scope)
+    return _read(address.near(ptr, peer, world, "pl.load_relaxed"), "relaxed", scope)
 
 
 @triton.jit
@@ -133,13 +134,13 @@ def store_release(ptr, value, peer, world, scope: tl.constexpr = _SYS):
     does not wait for TMA stores: `signal` does.
     """
     _before_release("release")
-    _write(address.peer(ptr, peer, world), value, "release", scope)
+    _write(address.near(ptr, peer, world, "pl.store_release"), value, "release", scope)
 
 
 @triton.jit
 def store_relaxed(ptr, value, peer, world, scope: tl.constexpr = _SYS):
     """As `store_release`, without its order. Unlike `store`, other programs may load or store the element meanwhile."""
-    _write(address.peer(ptr, peer, world), value, "relaxed", scope)
+    _write(address.near(ptr, peer, world, "pl.store_relaxed"), value, "relaxed", scope)
 
 
 @triton.jit
@@ -151,7 +152,7 @@ def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL,
     accesses of the whole program, but not its TMA stores: use `signal` for those. The other atomics are alike.
     """
     _before_release(sem)
-    return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_add(address.near(ptr, peer, world, "pl.atomic_add"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
@@ -159,46 +160,46 @@ def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL, 
     """`*ptr = value` on rank `peer` if it is `expected`; returns the old value. `atom.global.<sem>.sys.cas`. Takes no
     mask, like `tl.atomic_cas`."""
     _before_release(sem)
-    return tl.atomic_cas(address.peer(ptr, peer, world), expected, value, sem=sem, scope=scope)
+    return tl.atomic_cas(address.near(ptr, peer, world, "pl.atomic_cas"), expected, value, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.exch`."""
     _before_release(sem)
-    return tl.atomic_xchg(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_xchg(address.near(ptr, peer, world, "pl.atomic_xchg"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr &= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.and`."""
     _before_release(sem)
-    return tl.atomic_and(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_and(address.near(ptr, peer, world, "pl.atomic_and"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr |= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.or`."""
     _before_release(sem)
-    return tl.atomic_or(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_or(address.near(ptr, peer, world, "pl.atomic_or"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr ^= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.xor`."""
     _before_release(sem)
-    return tl.atomic_xor(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_xor(address.near(ptr, peer, world, "pl.atomic_xor"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = min(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.min`."""
     _before_release(sem)
-    return tl.atomic_min(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_min(address.near(ptr, peer, world, "pl.atomic_min"), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
 def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = max(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.max`."""
     _before_release(sem)
-    return tl.atomic_max(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_max(address.near(ptr, peer, world, "pl.atomic_max"), value, mask=mask, sem=sem, scope=scope)

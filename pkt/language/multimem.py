@@ -44,9 +44,9 @@ def multimem_load_reduce(ptr, world, op: tl.constexpr = _ADD, mask=None):
 @triton.jit
 def _load_reduce_by_rank(ptr, world, op: tl.constexpr, mask):
     ptx.near_only("a reduction over all ranks' memory", world)
-    acc = _wide(_load_or_zero(address.peer(ptr, 0, world), mask))
+    acc = _wide(_load_or_zero(address.of_rank(ptr, 0, world), mask))
     for r in tl.static_range(1, world.size):
-        x = _wide(_load_or_zero(address.peer(ptr, r, world), mask))
+        x = _wide(_load_or_zero(address.of_rank(ptr, r, world), mask))
         if op == "add":
             acc += x
         elif op == "min":
@@ -74,7 +74,7 @@ def multimem_store(ptr, value, world, mask=None):
     else:
         ptx.near_only("a store to all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
-            tl.store(address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask)
+            tl.store(address.of_rank(ptr, (world.rank + i) % world.size, world), value, mask=mask)
 
 
 @triton.jit
@@ -88,5 +88,5 @@ def multimem_reduce_add(ptr, value, world, mask=None):
         ptx.near_only("an addition to all ranks' memory", world)
         for i in tl.static_range(1, world.size + 1):
             tl.atomic_add(
-                address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask, sem="relaxed", scope="sys"
+                address.of_rank(ptr, (world.rank + i) % world.size, world), value, mask=mask, sem="relaxed", scope="sys"
             )

@@ -33,8 +33,8 @@ def move(dst, src, nbytes, to_rank, from_rank, world, BLOCK: tl.constexpr):
     bits: tl.constexpr = src.dtype.element_ty.primitive_bitwidth
     itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1
     n = tl.cast(nbytes, tl.int64) // itemsize
-    target = address.peer(dst, to_rank, world)
-    origin = address.peer(src, from_rank, world)
+    target = address.of_rank(dst, to_rank, world)
+    origin = address.of_rank(src, from_rank, world)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(target + at, tl.load(origin + at, mask=at < n), mask=at < n)

@@ -41,7 +41,7 @@ def n_pes(world):
 @triton.jit
 def int_p(dest, value, pe, world):
     """Store one value into PE `pe`'s `*dest`: `st.global` by one thread."""
-    tl.store(address.peer(dest, pe, world), value)
+    tl.store(address.near(dest, pe, world, "pl.shmem.int_p"), value)
 
 
 @triton.jit
@@ -62,12 +62,14 @@ def putmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
 @triton.jit
 def getmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """Copy PE `pe`'s `source` into my `dest`. Complete after `quiet`."""
+    sync.ptx.near_only("pl.shmem.getmem_nbi", world)
     nodes.move(dest, source, nbytes, world.rank, pe, world, BLOCK)
 
 
 @triton.jit
 def getmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """As `getmem_nbi`, but all threads of the program may read `dest` on return."""
+    sync.ptx.near_only("pl.shmem.getmem", world)
     nodes.move(dest, source, nbytes, world.rank, pe, world, BLOCK)
     sync.ptx.cta_barrier()
 

@@ -41,7 +41,7 @@ def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
 def _send(ptr, peer, value, op: tl.constexpr, sem: tl.constexpr, world):
     """`_post` to rank `peer`, on whatever node."""
     if world.node_size == 0:
-        _post(address.peer(ptr, peer, world), value, op, sem)
+        _post(address.of_rank(ptr, peer, world), value, op, sem)
     else:
         if nodes.is_far(peer, world):
             _check_counter(ptr)
@@ -49,7 +49,7 @@ def _send(ptr, peer, value, op: tl.constexpr, sem: tl.constexpr, world):
                 ptx.fence()
             ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), address.number(peer, world), op, world)
         else:
-            _post(address.peer(ptr, peer, world), value, op, sem)
+            _post(address.of_rank(ptr, peer, world), value, op, sem)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _move_and_post(dst, src, nbytes, ptr, value, op: tl.constexpr, peer, world, 
     nodes.move(dst, src, nbytes, peer, world.rank, world, BLOCK)
     ptx.drain(world)
     ptx.cta_barrier()
-    _post(address.peer(ptr, peer, world), value, op, "release")
+    _post(address.of_rank(ptr, peer, world), value, op, "release")
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def _elements(x, coord, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _descriptor(x, coord, rank, world, ROWS: tl.constexpr, COLS: tl.constexpr):
-    base = address.peer(_plane(x, coord), rank, world)
+    base = address.of_rank(_plane(x, coord), rank, world)
     return tl.make_tensor_descriptor(
         base, shape=[x.r, x.c], strides=[tl.cast(x.c, tl.int64), 1], block_shape=[ROWS, COLS]
     )
@@ -71,15 +71,16 @@ def _send_to(dst, tile, coord, rank, world, ADD: tl.constexpr):
     else:
         ptrs, inside = _elements(dst, coord, ROWS, COLS)
         if ADD:
-            tl.atomic_add(address.peer(ptrs, rank, world), tile, mask=inside, sem="relaxed", scope="sys")
+            tl.atomic_add(address.of_rank(ptrs, rank, world), tile, mask=inside, sem="relaxed", scope="sys")
         else:
-            tl.store(address.peer(ptrs, rank, world), tile, mask=inside)
+            tl.store(address.of_rank(ptrs, rank, world), tile, mask=inside)
 
 
 @triton.jit
 def _send(dst, tile, coord, world, peer, ADD: tl.constexpr):
     tile = tile.to(dst.ptr.dtype.element_ty)
     if peer is not None:
+        ptx.near_only("a tile for a rank", world)
         _send_to(dst, tile, coord, peer, world, ADD)
     elif world.multicast and dst.tma:
         ptrs, inside = _elements(dst, coord, tile.shape[0], tile.shape[1])
@@ -141,7 +142,7 @@ def all_reduce(x, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.c
         multimem.multimem_store(ptrs, value, world, mask=inside)
     else:
         for i in tl.static_range(1, world.size + 1):
-            tl.store(address.peer(ptrs, (world.rank + i) % world.size, world), value, mask=inside)
+            tl.store(address.of_rank(ptrs, (world.rank + i) % world.size, world), value, mask=inside)
 
 
 @triton.jit

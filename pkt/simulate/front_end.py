@@ -148,7 +148,8 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
 
 
 def _said(error: BaseException) -> str:
-    """Triton's message: that of the innermost error, which stands in the function with the wrong line."""
-    while (cause := error.__cause__) is not None and hasattr(cause, "node"):
+    """Triton's message: that of the innermost error, which stands in the function with the wrong line. Of what pkt
+    refuses, pkt's message alone: the line is in pkt."""
+    while (cause := error.__cause__) is not None and (hasattr(cause, "node") or isinstance(cause, PktError)):
         error = cause
     return str(error)

@@ -36,6 +36,8 @@ from pkt.simulate.patches import Patches
 from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
 
+_ADDRESSES = address.of_rank, address.near, address.peer
+
 
 class _Interpreted:
     """The Python functions of one simulation. A new simulation makes them anew, because globals may have changed: a
@@ -66,7 +68,7 @@ class _Interpreted:
         scope |= source.HELPERS
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
-        called = shortcuts.peer(made, builder) if jit is address.peer else made
+        called = shortcuts.peer(made, builder) if any(jit is known for known in _ADDRESSES) else made
         self.functions[id(jit)] = jit, called  # jit is kept alive, so that no other object gets its id
         return called
 

@@ -309,13 +309,14 @@ def split(slow: Callable) -> Callable:
 
 
 def peer(slow: Callable, builder: Any) -> Callable:
-    """`pkt.language.address.peer` for one rank, in one addition, where windows have equal distances, as the simulator's
-    do. A rank that does not exist is noted for the message: its address may be in the multicast window."""
+    """The functions of pkt.language.address that lead to one rank, in one addition, where windows have equal distances,
+    as the simulator's do. A rank that does not exist is noted for the message: its address may be in the multicast
+    window."""
 
-    def call(ptr: Any, rank: Any, world: Any) -> Any:
+    def call(ptr: Any, rank: Any, world: Any, *named: Any) -> Any:
         to, size = _number(rank), _number(world.size)
         if type(ptr) is not tl.tensor or world.network:
-            return slow(ptr, rank, world)
+            return slow(ptr, rank, world, *named)
         last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
         if last is not None and size is not None and last >= size and site().call != "multicast":
             builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
@@ -332,7 +333,7 @@ def peer(slow: Callable, builder: Any) -> Callable:
                 data = ptr.handle.data + np.uint64(distance % (1 << 64))
                 made = new_tensor(data, ptr.dtype, ptr.shape is SCALAR)
                 return made if results is None else follows(results, ("peer", distance), made)
-        return slow(ptr, rank, world)
+        return slow(ptr, rank, world, *named)
 
     return call
 

@@ -137,8 +137,9 @@ def operator(name: str, world: pkt.World) -> None:
 
 def within(world: pkt.World) -> None:
     """Forms of one node, among the ranks of a node, whose windows NVSHMEM has mapped."""
+    on_gpu = world.torch_device.type == "cuda"
     for name, mode in map(str.split, WITHIN):
-        if mode in ("copy", "gluon") and world.torch_device.type == "cpu":
+        if (mode == "copy" and not on_gpu) or (mode == "gluon" and not (on_gpu and world.on_node.size > 1)):
             continue
         made = Calls(world.on_node, name, mode, gpu_cases(name, mode)[-1], checks.floats(OPERATORS[name], mode)[0], {})
         made.fill(0)

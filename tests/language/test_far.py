@@ -22,6 +22,7 @@ from triton.experimental import gluon
 import pkt
 import pkt.language as pl
 from pkt.errors import Unsupported
+from pkt.language import address
 from pkt.language.inspect import ARENA, compile_only, device_world
 from pkt.language.ptx import POLLS_PER_CHECK, nvshmem
 from pkt.language.world import RECORD_FIELDS, STATUS_DEADLINE, STATUS_FIRST_RECORD, Network
@@ -180,11 +181,11 @@ def test_calls_get_the_networks_addresses() -> None:
 # ------------------------------------------------------------------------------------------------- windows of the node
 @triton.jit
 def address_kernel(x, out, peer_ptr, world):
-    tl.store(out, tl.cast(pl.peer(x, tl.load(peer_ptr), world), tl.int64) - tl.cast(x, tl.int64))
+    tl.store(out, tl.cast(address.of_rank(x, tl.load(peer_ptr), world), tl.int64) - tl.cast(x, tl.int64))
 
 
 def strides_to(rank: int, peer: int, ring: int, team: list[int] | None = None) -> float:
-    """From the window of rank `rank` of 6, on nodes of 2, to where pl.peer leads, as compiled for GPUs. Both are the
+    """From the window of rank `rank` of 6, on nodes of 2, to where of_rank leads, as compiled for GPUs. Both are the
     team's ranks, where there is one."""
     world = device_world(rank, 6, STRIDE, node_size=2, team=team, ring=ring)
     if team is not None and len({r // 2 for r in team}) == 1:
@@ -199,7 +200,7 @@ def strides_to(rank: int, peer: int, ring: int, team: list[int] | None = None) -
 
 
 @pytest.mark.parametrize("ring", [2, 6])
-def test_peer_goes_around_the_ring_and_far_ranks_are_nowhere(ring: int) -> None:
+def test_addresses_go_around_the_ring_and_far_ranks_are_nowhere(ring: int) -> None:
     for rank in range(6):
         near = rank ^ 1
         assert strides_to(rank, rank, ring) == 0
@@ -209,7 +210,7 @@ def test_peer_goes_around_the_ring_and_far_ranks_are_nowhere(ring: int) -> None:
                 assert strides_to(rank, far, ring) * STRIDE >= 1 << 48
 
 
-def test_peer_goes_around_the_ring_in_teams() -> None:
+def test_addresses_go_around_the_ring_in_teams() -> None:
     assert strides_to(1, 0, 6, team=[2, 3]) == 5
     assert strides_to(0, 1, 6, team=[2, 3]) == 1
     assert strides_to(0, 1, 6, team=[3, 2]) == 5

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import NotSymmetric, RankError, ShapeError, Unsupported
+from pkt.errors import CompileError, NotSymmetric, RankError, ShapeError, Unsupported
+from pkt.language import address, ptx
 from pkt.simulate.faults import Faults
 from pkt.simulate.findings import DataRace, FarAccess, MissingQuiet, OvertakenPut
 from tests.simulate.helpers import HEAP, failures, line_of, outcome
@@ -335,29 +337,20 @@ def test_two_puts_to_one_place_race() -> None:
 
 
 @triton.jit
-def reach(x, counter, world, HOW: tl.constexpr):
+def reach(x, world, HOW: tl.constexpr):
     at = tl.arange(0, 16)
+    there = x + (2 - tl.cast(world.rank, tl.int64)) * (world.stride // 4)  # an address made by hand
     if world.rank == 1:
         if HOW == "load":
-            pl.load(x + at, 2, world)
-        elif HOW == "pointer":
-            tl.load(pl.peer(x, 2, world))
-        elif HOW == "get":
-            pl.get(dst=x + at, src=x + at, peer=2, world=world)
+            tl.load(there + at)
         elif HOW == "store":
-            pl.store(x + at, 1, 2, world)
-        elif HOW == "put":
-            pl.put(dst=x + at, src=x + at, peer=2, world=world)
+            tl.store(there + at, 1)
         elif HOW == "atomic":
-            pl.atomic_add(x, 1, 2, world)
-        elif HOW == "acquire":
-            pl.load_acquire(x, 2, world)
-        elif HOW == "set":
-            pl.signal(counter, 2, world, 5, "set")
+            tl.atomic_add(there, 1)
         elif HOW == "flagged":
-            pl.put_flagged(x, (1, 2, 3), 1, 2, world)
+            ptx.put_flagged(there, (1, 2, 3), 1, None)
         else:
-            desc = tl.make_tensor_descriptor(pl.peer(x, 2, world), [4, 4], [4, 1], [4, 4])
+            desc = tl.make_tensor_descriptor(there, [4, 4], [4, 1], [4, 4])
             if HOW == "TMA load":
                 tl.store(x + at, tl.reshape(desc.load([0, 0]), (16,)))
             elif HOW == "TMA store":
@@ -367,19 +360,14 @@ def reach(x, counter, world, HOW: tl.constexpr):
 
 
 def reach_main(world: Any, how: str) -> None:
-    reach[(1,)](pkt.zeros((16,), dtype=torch.int32), pkt.signals(1, unwaited=True), world.device, how)
+    reach[(1,)](pkt.zeros((16,), dtype=torch.int32), world.device, how)
 
 
 FAR = {
     "load": ("load", "pl.put_signal"),
-    "pointer": ("load", "pl.put_signal"),
-    "get": ("load", "pl.put_signal"),
     "store": ("store", "pl.put(dst="),
-    "put": ("store", "nbytes="),
     "atomic": ("atomic", "pl.signal adds"),
-    "acquire": ("atomic", "pl.signal adds"),
     "flagged": ("put_flagged", "pl.put(dst="),
-    "set": ("far signal with op='set'", 'op="add"'),
     "TMA load": ("TMA load", "within a node"),
     "TMA store": ("TMA store", "within a node"),
     "TMA reduce": ("TMA reduce", "within a node"),
@@ -387,7 +375,7 @@ FAR = {
 
 
 @pytest.mark.parametrize("how", FAR)
-def test_far_accesses_are_refused(how: str) -> None:
+def test_far_accesses_by_addresses_made_by_hand_are_found(how: str) -> None:
     error = outcome(reach_main, 4, args=(how,), node_size=2).failure
     kind, remedy = FAR[how]
     assert type(error) is FarAccess, error
@@ -398,9 +386,66 @@ def test_far_accesses_are_refused(how: str) -> None:
     assert remedy in text
 
 
-@pytest.mark.parametrize("how", ["load", "put", "TMA store", "set"])
+@pytest.mark.parametrize("how", ["load", "store", "TMA store"])
 def test_the_same_accesses_are_right_in_one_node(how: str) -> None:
     assert outcome(reach_main, 4, args=(how,)).failure is None
+
+
+@triton.jit
+def near_only(x, array, counter, peer, world, HOW: tl.constexpr):
+    at = tl.arange(0, 16)
+    if HOW == "pl.load":
+        pl.load(x + at, peer, world)
+    elif HOW == "pl.store":
+        pl.store(x + at, 1, peer, world)
+    elif HOW == "pl.get":
+        pl.get(dst=x + at, src=x + at, peer=peer, world=world)
+    elif HOW == "pl.put":
+        pl.put(dst=x + at, src=x + at, peer=peer, world=world)
+    elif HOW == "pl.copy":
+        pl.copy(x + at, x + at, peer, world.rank, world)
+    elif HOW == "pl.peer":
+        tl.load(pl.peer(x, peer, world))
+    elif HOW == "pl.shmem.getmem":
+        pl.shmem.getmem(x, x, 64, peer, world)
+    elif HOW == "pl.load_acquire":
+        pl.load_acquire(x, peer, world)
+    elif HOW == "pl.store_release":
+        pl.store_release(x, 1, peer, world)
+    elif HOW == "pl.atomic_add":
+        pl.atomic_add(x, 1, peer, world)
+    elif HOW == "pl.atomic_cas":
+        pl.atomic_cas(x, 0, 1, peer, world)
+    elif HOW == "pl.put_flagged":
+        pl.put_flagged(x, (1, 2, 3), 1, peer, world)
+    elif HOW == "a tile for a rank":
+        pl.tile.store_async(array, tl.full((4, 4), 1, tl.int32), (0, 0, 0, 0), world, peer)
+    else:
+        pl.signal(counter, peer, world, 5, "set")
+
+
+NEAR_ONLY = (
+    "pl.load", "pl.store", "pl.get", "pl.put", "pl.copy", "pl.peer", "pl.shmem.getmem", "pl.load_acquire",
+    "pl.store_release", "pl.atomic_add", "pl.atomic_cas", "pl.put_flagged", "a tile for a rank", "pl.signal(op='set')",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", NEAR_ONLY)
+def test_what_no_network_carries_compiles_for_the_ranks_of_a_node(how: str) -> None:
+    """The rank is known when it runs only. It would be on this node."""
+
+    def main(world: Any, near: bool) -> None:
+        x, counter = pkt.zeros((16,), dtype=torch.int32), pkt.signals(1, unwaited=True)
+        device = world.on_node.device if near else world.device
+        if world.rank == 1:
+            near_only[(1,)](x, pkt.layout(x.view(4, 4)), counter, 0, device, how)
+
+    assert outcome(main, 4, args=(True,), node_size=2).failure is None
+    error = outcome(main, 4, args=(False,), node_size=2).failure
+    assert type(error) is CompileError, error
+    start = r"near_only at test_nodes.py:\d+: Triton does not compile it for sm_90, so the simulator does not run it:\s"
+    assert re.match(start + re.escape(how) + ": found a world of several nodes", str(error))
+    assert "in the team world.on_node" in str(error)
 
 
 def test_host_code_sees_no_far_memory() -> None:
@@ -421,7 +466,7 @@ def wrong(x, y, local, counter, nbytes, peer, world, HOW: tl.constexpr):
     elif HOW == "plain target":
         pl.put(dst=local, src=x, nbytes=nbytes, peer=peer, world=world)
     elif HOW == "moved":
-        pl.put(dst=pl.peer(y, 1, world), src=x, nbytes=nbytes, peer=peer, world=world)
+        pl.put(dst=address.of_rank(y, 1, world), src=x, nbytes=nbytes, peer=peer, world=world)
     elif HOW == "data":
         pl.signal(x, peer, world)
     else:

@@ -122,11 +122,11 @@ def unknown(x, _semantic=None):
 
 @primitive
 def near_only(call, world, _semantic=None):
-    """Refuse to compile a call that accesses the memory of every rank, where some are on other nodes. The simulator
-    finds the access itself."""
-    if plain(world.node_size) and not _only_types and simulator(_semantic) is None:
+    """Refuse to compile a call that accesses other ranks' memory, where some are on other nodes. A simulated run, whose
+    kernels are compiled before, finds the access itself."""
+    if plain(world.node_size) and simulator(_semantic) is None:
         raise Unsupported.here(
-            call,
+            plain(call),
             "found a world of several nodes, in which only the network reaches the others' memory",
             "make the call in the team world.on_node, and send what other nodes need with pl.put_signal",
         )
@@ -137,7 +137,7 @@ def _lane_of(ptr: Any, world: Any, semantic: Any) -> Any:
 
 
 def _adds(op: str, call: str) -> None:
-    if op != "add" and not _only_types:
+    if op != "add":
         raise Unsupported.here(
             f"{call}(op={op!r})",
             "found a world of several nodes, and the network only adds to counters",

@@ -14,6 +14,7 @@ from pkt.errors import ShapeError
 from pkt.kernels.all_gather_matmul import over_nodes
 from pkt.simulate.far import Far
 from tests.kernels.helpers import DTYPES, on_ranks
+from tests.simulate.helpers import failures
 
 SMALL = {"tiles": (16, 16, 16)}
 CALLS = {  # of tensors of small whole numbers, whose sums are exact: (call, shape of a, of b)
@@ -48,6 +49,15 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
     monkeypatch.setattr(Far, "_put", counted)
     return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_put_is_overtaken_by_those_of_the_next_launch(name: str) -> None:
+    def launches(world: Any) -> None:
+        for _ in range(3):
+            CALLS[name][0](torch.ones(2 * 3, 8), torch.ones(8, 6), mode="nodes", num_comm_sms=1, world=world)
+
+    assert failures(launches, seeds=range(10), node_size=1, sms=3) == {}
 
 
 @pytest.mark.parametrize("name", CALLS)

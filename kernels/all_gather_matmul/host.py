@@ -373,9 +373,9 @@ OPERATOR = Operator(
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
     cases=(
-        Case(SIZES, arguments={"mode": "push"}, launches=3, out="new", large=products.LARGE),
+        Case(SIZES, arguments={"mode": "push"}, launches=3, out="new"),
         Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),
-        Case(SIZES, arguments={"mode": "copy"}, out="new", large=products.LARGE),
+        Case(SIZES, arguments={"mode": "copy"}, out="new"),
         Case(SIZES | {"k": 24}, arguments={"mode": "copy"}, explore=False),  # whole runs of 16 bytes in every dtype
         Case(SIZES | {"n": 13}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),  # rows TMA cannot take
         Case(SIZES | {"n": 13}, arguments={"mode": "push", "shard": "columns"}, ranks=2, out="new"),
@@ -383,14 +383,17 @@ OPERATOR = Operator(
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency", "shard": "columns"}, ranks=2, out="new"),
         *products.nasty("push", "unfused", "low_latency"),
         *products.nasty("push", "unfused", "low_latency", shard="columns"),
-        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new", large=products.LARGE),
+        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
         # One piece, so that one program packs it and another sends it. Not by TMA, so that no program that has gathered
         # loads by it: such loads need no fence behind the waits of the gather.
         Case(
             {"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 2}, ranks=4, sms=3, node_size=2,
-            out="new", large=products.LARGE,
+            out="new",
         ),
-        Case({"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 1}, ranks=3, node_size=1, out="new"),
+        Case(
+            {"m": 3, "k": 6, "n": 8}, arguments={"mode": "nodes", "num_comm_sms": 2}, ranks=3, sms=3, node_size=1,
+            out="new",
+        ),
         Case(
             {"m": 17, "k": 12, "n": 9}, arguments={"mode": "nodes", "shard": "columns"}, ranks=8, node_size=4,
             explore=False,

@@ -131,7 +131,7 @@ def _pack(x_ptr, idx_ptr, w_ptr, s_ptr, routes_ptr, first, last, m, r, p, world)
         bits = tl.load(w_ptr + at, mask=inside, other=0).to(tl.int32, bitcast=True)
         tl.store(lines + number + 2 * p.K + k, bits, mask=there)
         if p.SCALED:
-            scales.send(s_ptr, t, goes, lines + number + 3 * p.K, world.rank, p, world)
+            scales.send(s_ptr, t, goes, lines + number + 3 * p.K, p)
         elements = lines.to(tl.pointer_type(x_ptr.dtype.element_ty)) + (number + m.head) * PER
         for col in range(0, p.H, p.COLS):
             cols = col + tl.arange(0, p.COLS)[None, :]

@@ -83,7 +83,7 @@ def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, wor
                 pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
                 pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
                 if p.SCALED:
-                    scales.send(s_ptr, t, inside, meta + 2 * p.K + 1, peer, p, world)
+                    scales.send(s_ptr, t, inside, pl.peer(meta + 2 * p.K + 1, peer, world), p)
                 for col in range(0, p.H, p.COLS):
                     cols = col + tl.arange(0, p.COLS)[None, :]
                     both = inside & (cols < p.H)

@@ -318,17 +318,14 @@ OPERATOR = Operator(
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("gemm_ar", product_rules.reduced, ("k",)),
     cases=(
-        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new", large=products.LARGE),
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new"),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, multicast=False, out="new"),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 0}, ranks=2, out="new"),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}),
         Case(SIZES | {"n": 13}, arguments={"mode": "lcsc", "num_comm_sms": 1}, ranks=2, out="new"),
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency"}, out="new"),
         # Not by TMA, so that no program that has communicated loads by it: see all_gather_matmul.
-        Case(
-            {"m": 7, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=2, node_size=1, out="new",
-            large={**products.LARGE, "m": 8192},
-        ),
+        Case({"m": 7, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=2, node_size=1, out="new"),
         Case({"m": 13, "k": 8, "n": 24}, arguments={"mode": "nodes"}, ranks=4, node_size=2, explore=False),
         Case(
             {"m": 21, "k": 8, "n": 13}, arguments={"mode": "nodes", "epilogue": "gelu", "given": ("bias",)}, ranks=8,

@@ -341,15 +341,12 @@ OPERATOR = Operator(
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("gemm_rs", product_rules.scattered, ("m", "k")),
     cases=(
-        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "add"}, launches=3, out="new", large=products.LARGE),
-        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new", large=products.LARGE),
+        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "add"}, launches=3, out="new"),
+        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, launches=3, out="new"),
         Case({"m": 3, "k": 20, "n": 24}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="new"),
         # Not by TMA, so that no program that has communicated loads by it: see all_gather_matmul.
-        Case(
-            {"m": 3, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=4, node_size=2, out="new",
-            large=products.LARGE,
-        ),
+        Case({"m": 3, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=4, node_size=2, out="new"),
         Case({"m": 3, "k": 8, "n": 6}, arguments={"mode": "nodes"}, ranks=3, node_size=1, out="new"),
         Case({"m": 17, "k": 8, "n": 13}, arguments={"mode": "nodes"}, ranks=8, node_size=4, explore=False),
         Case(

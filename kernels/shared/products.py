@@ -18,8 +18,6 @@ from .tile_product import Tiles, finished, padded
 EPILOGUES = ("none", "relu", "gelu", "silu")
 ARGUMENTS = {"epilogue": choice(*EPILOGUES)}
 SMALL = {"tiles": (16, 16, 16)}
-LARGE = {"m": 2048, "k": 256, "n": 2048}
-"""Sizes of a case that takes WIDE_TILES."""
 
 
 def operands(

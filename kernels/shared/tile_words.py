@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import address, ptx
 
 from . import packing
 
@@ -36,8 +37,8 @@ def put(ptr, tile, inside, flag, peer, world, more=None):
     low, high = _halves(d)
     third = low if more is None else tl.broadcast_to(more[:, None], low.shape)
     threes, twos, inside_threes, inside_twos = places(ptr, inside, a.shape[1])
-    pl.put_flagged(threes, (a, b, c), flag, peer, world, mask=inside_threes)
-    pl.put_flagged(twos, (low, high, third), flag, peer, world, mask=inside_twos)
+    ptx.put_flagged(address.of_rank(threes, peer, world), (a, b, c), flag, inside_threes)
+    ptx.put_flagged(address.of_rank(twos, peer, world), (low, high, third), flag, inside_twos)
 
 
 @triton.jit

@@ -21,15 +21,19 @@ from tests.kernels.launches import all_launched, compile_checked
 
 from .operands import dtypes_of
 
+WIDE = {"m": 8192, "k": 256, "n": 2048}
+"""Sizes of a product that takes tile_product.WIDE_TILES, the largest."""
 
-def big(case: Case, most: Mapping[str, int]) -> Case:
-    """The case with dimensions that fill a GPU, none greater than `most` of its letter."""
+
+def big(case: Case, most: Mapping[str, int], wide: bool) -> Case:
+    """The case with dimensions that fill a GPU, none greater than `most` of its letter. wide: of a product, WIDE."""
     shapes = {}
     for name, shape in case.shapes.items():
         words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)] or ["1"]
         first, _, n = words[0].rpartition("*")
         shapes[name] = " ".join([f"{first}*{int(n) << 12}" if first else f"{int(n) << 12}", *words[1:]])
     sizes = case.large or {n: min(256 << (i > 0), most.get(n, 1 << 30)) for i, n in enumerate(case.sizes)}
+    sizes = WIDE if wide and sizes.keys() == WIDE.keys() else sizes
     return Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
 
 
@@ -37,18 +41,19 @@ def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.Mo
     """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, and memory fits."""
     cases = [case for case in operator.cases if case.arguments.get("mode", mode) == mode]
     own = cases[0]
-    check_compiles(operator, mode, own, dtypes_of(operator, mode)[0], arch, patch, folder)
+    check_compiles(operator, mode, own, dtypes_of(operator, mode)[0], arch, patch, folder, wide=True)
     for case in cases[1:]:
         if case.dtype != torch.float32:
             check_compiles(operator, mode, case, case.dtype, arch, patch, folder)
 
 
 def check_compiles(
-    operator: Operator, mode: str, own: Case, dtype: torch.dtype, arch: int, patch: pytest.MonkeyPatch, folder: Path
-) -> None:
+    operator: Operator, mode: str, own: Case, dtype: torch.dtype, arch: int, patch: pytest.MonkeyPatch, folder: Path,
+    wide: bool = False,
+) -> None:  # fmt: skip
     """`check_compilation` of one case, with a first operand of `dtype`."""
     named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
-    case = big(own, operator.most)
+    case = big(own, operator.most, wide)
 
     def run(world: Any) -> None:
         symmetric = operator.form(mode).symmetric

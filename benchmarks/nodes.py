@@ -54,9 +54,7 @@ def matmul_reduce_scatter(near: pkt.World, far: pkt.World, n: int) -> tuple[Runs
 
 
 def _runs(operator: Any, near: pkt.World, far: pkt.World, a: torch.Tensor, b: torch.Tensor) -> Runs:
-    counts = (
-        COMMUNICATORS if operator is pkt.all_gather_matmul else ()
-    )  # of nodes of one rank every program sends tiles
+    counts = COMMUNICATORS if operator is pkt.all_gather_matmul else ()
     over = {f"two nodes, {count} programs gather": {"num_comm_sms": count} for count in counts}
     found: Runs = {"one node": lambda: operator(a, b, world=near)}
     for name, given in {"two nodes": dict[str, int](), **over}.items():

@@ -298,7 +298,8 @@ OPERATOR = Operator(
     across={
         "nodes": Form(
             products.whole_runs(nodes_products.reduce),
-            "some programs add up finished tiles in the node and send the sums, the others compute; then all_gather",
+            "some programs add up finished tiles in the node and send the sums, the others compute; on nodes of one "
+            "rank each sends its own; then all_gather",
             "2 (N - 1) / W |C| over the network, 2 (W - N) / W |C| in the node",
             settings={
                 "num_comm_sms": nodes_products.NUM_COMM_SMS,

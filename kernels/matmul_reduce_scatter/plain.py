@@ -217,7 +217,8 @@ def matmul_reduce_scatter(
             order.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes:
-    num_comm_sms: "nodes": programs that add up and send, by default 24; 0: all of them, after computing.
+    num_comm_sms: "nodes": programs that add up and send, by default 32; 0: all of them, after computing. On nodes of
+        one rank every program sends what it has computed, whatever is given.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
@@ -324,7 +325,8 @@ OPERATOR = Operator(
     across={
         "nodes": Form(
             products.whole_runs(nodes_products.scatter),
-            "some programs add up finished tiles in the node and send the sums, the others compute",
+            "some programs add up finished tiles in the node and send the sums, the others compute; on nodes of one "
+            "rank each sends its own",
             "(N - 1) / W |C| over the network, (W - N) / W |C| in the node",
             settings={"num_comm_sms": nodes_products.NUM_COMM_SMS, **TILES}, fits=nodes.fits,
             roundings=lambda size: 3,

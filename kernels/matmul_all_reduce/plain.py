@@ -181,7 +181,7 @@ def matmul_all_reduce(
             order.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes:
-    num_comm_sms: "lcsc", "nodes": programs that communicate, by default 16 and 24; 0: all of them, after computing.
+    num_comm_sms: "lcsc", "nodes": programs that communicate, by default 16 and 32; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all

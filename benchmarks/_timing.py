@@ -69,6 +69,19 @@ def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def replayed(world: Any, run: Callable[[], Any]) -> float:
+    """Milliseconds of `run`, on this GPU, behind a barrier of all ranks. Collective."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    world.barrier()
+    sleep(100e-6)
+    gate(world)
+    begin.record()
+    run()
+    end.record()
+    world.synchronize()
+    return begin.elapsed_time(end)
+
+
 def gate(world: Any) -> None:
     """Launch a barrier kernel in which the streams of all ranks meet."""
     from pkt.tune.timers import gate_kernel

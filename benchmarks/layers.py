@@ -24,10 +24,9 @@ import torch
 import pkt
 from benchmarks import _harness
 from benchmarks._process_group import ENVIRONMENT, prepare
-from benchmarks._timing import gate
+from benchmarks._timing import replayed
 from pkt.progress import steps
 from pkt.tune.distance import distance
-from pkt.tune.timers import sleep
 
 HIDDEN, WIDE = 8192, 28672
 LAYERS, LOOP = 4, 16
@@ -106,24 +105,12 @@ def measure(world: Any, tokens: Sequence[int], end: float) -> dict[str, list[flo
                 layers(x, weights[:LAYERS])
         for repeat in range(REPEATS):
             for name, layers in ways.items() if repeat % 2 else reversed(ways.items()):
-                captured = _captured(world, graphs[name])
+                captured = replayed(world, graphs[name].replay)
                 eager = _eager(world, layers, x, weights)
                 for kind, ms in zip(("captured", "eager"), map(max, zip(*world.all_gather_object((captured, eager))))):
                     found.setdefault(f"{kind}, {count} tokens, {name}", []).append(ms)
         world.synchronize()
     return found
-
-
-def _captured(world: Any, graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    world.barrier()
-    sleep(100e-6)
-    gate(world)
-    begin.record()
-    graph.replay()
-    end.record()
-    world.synchronize()
-    return begin.elapsed_time(end)
 
 
 def _eager(world: Any, layers: Layers, x: torch.Tensor, weights: Weights) -> float:

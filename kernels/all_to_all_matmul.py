@@ -188,7 +188,7 @@ def all_to_all_matmul(
 
 # --------------------------------------------------------------------------------------------------------------- host
 def _tiles(call: Call) -> Tiles:
-    return default_tiles(call["s"], call.dtype, call["h"] * call["d"], call["n"])
+    return default_tiles(call["s"], call.dtype, call["h"] * call["d"], call["n"], wide=True)
 
 
 def _push(call: Call) -> Launch:

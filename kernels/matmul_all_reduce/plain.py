@@ -303,7 +303,7 @@ OPERATOR = Operator(
             "2 (N - 1) / W |C| over the network, 2 (W - N) / W |C| in the node",
             settings={
                 "num_comm_sms": nodes_products.NUM_COMM_SMS,
-                "tiles": lambda call: default_tiles(-(-call["m"] // call.world.size), call.dtype, call["n"]),
+                "tiles": lambda call: default_tiles(-(-call["m"] // call.world.size), call.dtype, call["n"], wide=True),
             },
             fits=nodes.fits, roundings=lambda size: 3,
             space=nodes_product_rules.sum_space, seconds=nodes_product_rules.reduce_seconds,

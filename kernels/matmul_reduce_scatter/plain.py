@@ -328,7 +328,11 @@ OPERATOR = Operator(
             "some programs add up finished tiles in the node and send the sums, the others compute; on nodes of one "
             "rank each sends its own",
             "(N - 1) / W |C| over the network, (W - N) / W |C| in the node",
-            settings={"num_comm_sms": nodes_products.NUM_COMM_SMS, **TILES}, fits=nodes.fits,
+            settings={
+                "num_comm_sms": nodes_products.NUM_COMM_SMS,
+                "tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"], wide=True),
+            },
+            fits=nodes.fits,
             roundings=lambda size: 3,
             space=nodes_product_rules.sum_space, seconds=nodes_product_rules.scatter_seconds,
             small={"num_comm_sms": 1, **products.SMALL},

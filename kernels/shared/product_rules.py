@@ -132,7 +132,8 @@ def _blocks(length: int, most: int) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------------------- seconds
 def plain_product(config: Mapping[str, Any], key: Key, rows: int, *columns: int) -> Product:
-    """The product of a plain form, in the config's tiles or those that the form takes by itself."""
+    """The product of a plain form, in the config's tiles or those that the form takes by itself: of these the narrow
+    ones, to which pkt.model.calibration has fitted it."""
     return Product.of(key, config.get("tiles") or default_tiles(rows, dtype_of(key), *columns))
 
 

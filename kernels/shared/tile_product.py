@@ -198,15 +198,14 @@ MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
 
 
 WIDE_TILES = Tiles(128, 256, 64, num_stages=3)
-"""all_gather_matmul of 4,096 rows a rank, N = 4096, K = 8192, mode "copy", on 2 x H200: 0.76 ms, with Tiles() 0.94;
-all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400 ms, with Tiles() 0.521
-(benchmarks/results/all_to_all_matmul_2.json)."""
+"""For the forms that were measured with them. all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400
+ms, with Tiles() 0.521 (benchmarks/results/all_to_all_matmul_2.json)."""
 
 WIDE_ELEMENTS = 1 << 22
 """Of an output with WIDE_TILES, at least: one of these tiles for each SM."""
 
 
-def default_tiles(m: int, dtype: torch.dtype, *columns: int, wide: bool = True) -> Tiles:
+def default_tiles(m: int, dtype: torch.dtype, *columns: int, wide: bool = False) -> Tiles:
     """Tiles for m rows of output, or of each part of it, and operands whose rows are `columns` long, the last those of
     the output: the same on every rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, and
     where a figure stands beside them measured. wide: WIDE_TILES are allowed.

@@ -64,7 +64,7 @@ class Recorded:
         self.grads = grads
         """The gradients of the results; of a result that nobody used, zeros."""
         self._values, self._operator = {**call.keywords, **saved}, call.operator
-        self._shapes = call.shapes
+        self._call = call
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -80,7 +80,11 @@ class Recorded:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an operand."""
-        return self._shapes[name]
+        return self._call.shapes[name]
+
+    def transposed(self, name: str) -> list[bool]:
+        """Of each tensor of an operand, whether its transposed view is what lies in memory without gaps."""
+        return [stored for place, stored in zip(self._call.places, self._call.transposed) if place == name]
 
 
 def is_rank(rank: int, world: World, like: torch.Tensor) -> torch.Tensor:
@@ -122,6 +126,7 @@ class Call:
             each = value if name in lists else [value]
             self.places += [name] * len(each)
             self.flat += each
+        self.transposed = [isinstance(x, torch.Tensor) and checks.stored(x)[1] for x in self.flat]
 
     def taken(self) -> list[Any]:
         """The operands as inputs of the node, which are then no longer kept here."""

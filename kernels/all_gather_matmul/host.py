@@ -295,7 +295,7 @@ def backward(call: Recorded) -> Gradients:
         found["bias"] = [grad.sum(0) for grad in grads]
     if "a" in call.wanted:
         b = call["b"]
-        weights = torch.cat(b, dim=1) if isinstance(b, list) else b
+        weights = products.beside(b) if isinstance(b, list) else b
         grad = torch.cat(grads, dim=1) if len(grads) > 1 else grads[0]
         found["a"] = (
             call.operator("matmul_reduce_scatter", grad, weights.t(), workspace=call.workspace) if rows
@@ -303,14 +303,14 @@ def backward(call: Recorded) -> Gradients:
         )  # fmt: skip
     if "b" in call.wanted:
         whole = all_gather(call["a"], dim=0 if rows else 1, world=world)
-        found["b"] = [torch.mm(whole.t(), grad) for grad in grads]
+        found |= products.of_weights(call, whole, grads)
     return found
 
 
 CHUNKS = {"rows": 1024, "columns": 256}
 """By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks of
 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push."""
-TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"])}
+TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"], wide=True)}
 FITTED = products.fitted(_gluon, out=True)
 GLUON = Form(
     FITTED,

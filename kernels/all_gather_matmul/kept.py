@@ -133,7 +133,7 @@ def backward(call: Recorded) -> Gradients:
             else call.operator("reduce_scatter", torch.mm(grad, call["b"].t()), dim=1)
         )  # fmt: skip
     if "b" in call.wanted:
-        found["b"] = torch.mm(call["whole"].t(), grad)
+        found |= products.of_weights(call, call["whole"], [grad])
     return found
 
 

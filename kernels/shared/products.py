@@ -101,8 +101,22 @@ def both(call: Recorded, grad: torch.Tensor) -> Gradients:
     if "a" in call.wanted:
         found["a"] = torch.mm(grad, call["b"].t())
     if "b" in call.wanted:
-        found["b"] = torch.mm(call["a"].t(), grad)
+        found |= of_weights(call, call["a"], [grad])
     return found
+
+
+def of_weights(call: Recorded, a: torch.Tensor, grads: Sequence[torch.Tensor]) -> Gradients:
+    """b's gradients, a^T @ grad. Each lies in memory as its weight does: else torch turns it to add it up."""
+    ways = zip(grads, call.transposed("b"), strict=True)
+    found = [torch.mm(grad.t(), a).t() if transposed else torch.mm(a.t(), grad) for grad, transposed in ways]
+    return {"b": found}
+
+
+def beside(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The columns of all weights. It lies in memory as they do, where they do so alike: else each would be turned."""
+    if all(stored(b)[1] for b in weights):
+        return torch.cat([b.t() for b in weights]).t()
+    return torch.cat(tuple(weights), dim=1)
 
 
 def in_turn(*launches: Launch) -> Callable[..., None]:

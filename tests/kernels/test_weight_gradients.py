@@ -1,0 +1,48 @@
+"""The gradient of a weight lies in memory as the weight does, so torch adds it up without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from tests.kernels.helpers import on_ranks
+
+CALLS = {
+    "all_gather_matmul": pkt.all_gather_matmul,
+    "all_gather_matmul, kept": lambda a, b, world: pkt.all_gather_matmul(a, b, keep="whole", world=world),
+    "matmul_reduce_scatter": pkt.matmul_reduce_scatter,
+    "matmul_all_reduce": pkt.matmul_all_reduce,
+}
+
+
+def strides_of(call: Any, weights: list[torch.Tensor], world: Any) -> list[Any]:
+    """Of the weights' gradients as autograd gets them, for a call with one weight, or with a list of them."""
+    found: list[Any] = []
+    for weight in weights:
+        weight.requires_grad_().register_hook(lambda grad: found.append(grad.stride()))
+    turned = [w.t() if w.shape[1] == 8 else w for w in weights]
+    results = call(torch.ones(4, 8), turned[0] if len(turned) == 1 else turned, world=world)
+    sum(y.sum() for y in (results if isinstance(results, list) else [results])).backward()
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradient_of_a_weight_lies_as_the_weight_does(name: str) -> None:
+    def run(world: Any) -> None:
+        assert strides_of(CALLS[name], [torch.ones(6, 8)], world) == [(8, 1)]
+        assert strides_of(CALLS[name], [torch.ones(8, 6)], world) == [(6, 1)]
+
+    on_ranks(2, run)
+
+
+def test_the_gradients_of_several_weights_lie_as_they_do() -> None:
+    def run(world: Any) -> None:
+        assert sorted(strides_of(pkt.all_gather_matmul, [torch.ones(6, 8), torch.ones(8, 4)], world)) == [
+            (4, 1),
+            (8, 1),
+        ]
+
+    on_ranks(2, run)

@@ -6,10 +6,10 @@
 |---|---|---|---|
 | prefill | yes | the sequence is split | that, and all tokens on every rank |
 | decoding, KEPT positions cached | yes | all tokens on every rank | all tokens on every rank |
-| training, forward and backward | no, but compiled | the sequence is split | the sequence is split |
+| training, forward and backward | no | the sequence is split | the sequence is split |
 
-async-TP is torch.compile with Inductor's pass that takes torch's fused operators; it splits the sequence, and takes
-part in prefill and training. Each stack has weights of its own, the same random ones.
+torch.compile has compiled all of them. async-TP is Inductor's pass that takes torch's fused operators; it splits the
+sequence, and takes part in prefill and training. Each stack has weights of its own, the same random ones.
 Errors are those of outputs, and in training of the input's gradient, against the whole model in fp32 on each rank.
 """
 
@@ -85,9 +85,9 @@ class Models:
             self.known[key] = parallelize(self.whole(), where, plan, src_data_rank=None)
         return self.known[key]
 
-    def compiled(self, stack: str) -> nn.Module:
-        """`parallel`, split and compiled."""
-        return cast(nn.Module, torch.compile(self.parallel(stack, split=True)))
+    def compiled(self, stack: str, split: bool = True) -> nn.Module:
+        """`parallel`, compiled."""
+        return cast(nn.Module, torch.compile(self.parallel(stack, split)))
 
 
 def by_heads(
@@ -139,14 +139,14 @@ class Jobs:
 
     def prefill(self, tokens: int) -> tuple[dict[str, Run], dict[str, Outputs]]:
         x, positions = self.normal(1, tokens, self.shape.features), self.positions(tokens)
-        part, model = self.part(x), self.models.parallel
+        part, model = self.part(x), self.models.compiled
         runs: dict[str, Run] = {}
         for stack in self.models.stacks:
             runs[f"{stack}, split"] = functools.partial(outputs, model(stack, True), part, positions)
             if stack != "pkt":
                 runs[stack] = functools.partial(outputs, model(stack, False), x, positions)
         if "NCCL" in self.models.stacks:
-            runs[ASYNC] = functools.partial(outputs, self.models.compiled("NCCL"), part, positions)
+            runs[ASYNC] = functools.partial(outputs, model("NCCL"), part, positions)
         with torch.no_grad(), fewer_bytes():
             exact = self.models.exact(x.float(), positions)
         return runs, {name: (exact,) if name == "NCCL" else (self.part(exact),) for name in runs}
@@ -158,7 +158,7 @@ class Jobs:
         caches = [(self.normal(*kept), self.normal(*kept)) for _ in range(shape.layers)]
         parts = [tuple(t.tensor_split(size, 1)[rank].contiguous() for t in cache) for cache in caches]
         runs: dict[str, Run] = {
-            stack: functools.partial(outputs, self.models.parallel(stack, False), x, positions, parts)
+            stack: functools.partial(outputs, self.models.compiled(stack, False), x, positions, parts)
             for stack in self.models.stacks
         }
         with torch.no_grad(), fewer_bytes():

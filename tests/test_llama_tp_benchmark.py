@@ -18,7 +18,9 @@ BOUND = 0.02  # bf16, two layers
 @pytest.mark.parametrize(("job", "size"), [("prefill", 6), ("decoding", 3), ("training", 6)])
 def test_every_job_is_right(job: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_tp, "KEPT", 8)
-    monkeypatch.setattr(llama_tp.Models, "compiled", lambda models, stack: models.parallel(stack, split=True))
+    monkeypatch.setattr(
+        llama_tp.Models, "compiled", lambda models, stack, split=True: models.parallel(stack, split)
+    )  # fmt: skip
 
     def main(world: Any) -> dict[str, float]:
         jobs = llama_tp.Jobs(world, llama_tp.Models(world, TINY, {"pkt": (pkt.parallelize, world)}))

@@ -172,6 +172,9 @@ class Builder(InterpreterBuilder):
         least = self.binary_op(arg, lo, numerics.maximum if keep else numerics.fmax)
         return self.binary_op(least, hi, numerics.minimum if keep else numerics.fmin)
 
+    def create_frem(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, numerics.frem)
+
     def create_fabs(self, arg):
         bits = arg.data.view(getattr(np, f"uint{arg.data.itemsize * 8}"))
         top = bits.dtype.type(1 << (arg.data.itemsize * 8 - 1))

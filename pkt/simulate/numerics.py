@@ -118,6 +118,28 @@ def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return -maximum(-a, -b)
 
 
+def frem(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x % y of floats as Triton's PTX computes it: x - trunc(x / y) * y, rounded once, and x where y is infinite. Other
+    than `fmod` it is inexact for large quotients, and +0.0 where nothing is left."""
+    if x.dtype == np.float16:
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    times = -np.trunc(x / y)
+    if x.dtype == np.float32:
+        out = (times.astype(np.float64) * y + x).astype(np.float32)
+    else:
+        product = times * y
+        (high, low), (high_y, low_y) = _halves(times), _halves(y)
+        error = ((high * high_y - product) + high * low_y + low * high_y) + low * low_y  # Dekker's product
+        out = (x + product) + np.where(np.isfinite(product), error, 0)
+    return np.where(np.isinf(y), x, out)
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The leading 26 bits of float64, and the others."""
+    high = (np.ascontiguousarray(x).view(np.int64) & -(1 << 27)).view(np.float64)
+    return high, x - high
+
+
 def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
     """fp16 of real `values`."""
     out = values.astype(np.float16)

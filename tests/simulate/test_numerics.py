@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -530,3 +532,37 @@ def test_atomic_minimum_of_floats_returns_the_old_values(dtype: torch.dtype) -> 
     assert_same(was, old.expand(2, 4))
     assert_same(low, torch.minimum(old, x))
     assert_same(high, torch.maximum(old, x))
+
+
+@triton.jit
+def remainder(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) % tl.load(y + i))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_remainder_is_that_of_the_ptx(dtype: torch.dtype) -> None:
+    """`div.rn`, `cvt.rzi`, `fma`; of short floats in fp32."""
+    torch.manual_seed(6)
+    x, y = (10 * torch.randn(256, dtype=torch.float64)).to(dtype), torch.randn(256, dtype=torch.float64).to(dtype)
+    x[:64] *= 1000
+    x[64:72] = y[64:72] * 3
+    out = torch.empty(256, dtype=dtype)
+    run(remainder, (1,), x, y, out, 256)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    quotients = (x.to(wide) / y.to(wide)).trunc().tolist()
+    exact = [Fraction(a) - Fraction(q) * Fraction(b) for a, q, b in zip(x.tolist(), quotients, y.tolist())]
+    assert_same(out, torch.tensor([float(e) for e in exact], dtype=torch.float64).to(wide).to(dtype))
+
+
+def test_remainder_of_extreme_values() -> None:
+    """fmod would find 0.1 for 1 % 0.1, whose quotient is rounded up to 10, and -0.0 for -3 % 1.5."""
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([1.5, -0.0, inf, 1.0, nan, -3.0, 1.0, 1e30])
+    y = torch.tensor([inf, 1.0, 2.0, 0.0, 1.0, 1.5, 0.1, 1e-30])
+    out = torch.empty(8)
+    run(remainder, (1,), x, y, out, 8)
+    assert_same(out, torch.tensor([1.5, 0.0, nan, nan, nan, 0.0, -(2.0**-26), -inf]))
+    out = torch.empty(8, dtype=torch.float64)
+    run(remainder, (1,), x.double(), y.double(), out, 8)
+    assert_same(out[:6], torch.tensor([1.5, 0.0, nan, nan, nan, 0.0], dtype=torch.float64))

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pkt.errors import Unsupported
 from pkt.simulate.numerics import decode, encode
 from tests.simulate.helpers import assert_same, run
 
@@ -566,3 +567,14 @@ def test_remainder_of_extreme_values() -> None:
     out = torch.empty(8, dtype=torch.float64)
     run(remainder, (1,), x.double(), y.double(), out, 8)
     assert_same(out[:6], torch.tensor([1.5, 0.0, nan, nan, nan, 0.0], dtype=torch.float64))
+
+
+@triton.jit
+def through_e4b15(x, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, tl.load(x + i).to(tl.float8e4b15).to(tl.float16))
+
+
+def test_float8e4b15_is_refused() -> None:
+    with pytest.raises(Unsupported, match="float8e4b15 at test_numerics.py:.*use float8e4nv or float8e5"):
+        run(through_e4b15, (1,), torch.ones(4, dtype=torch.float16), 4)

@@ -132,7 +132,9 @@ class Accesses:
         alike = loop.turned(tuple(decides), tuple(guards))
         if not alike:
             self._end_round(loop)
-        if (alike or not loop.turns % UNPAUSED) and loop.steps == m.steps:  # it has not paused since the last one
+        unpaused = loop.steps == m.steps  # since the last one
+        its_turn = m.turn is not None and m.turn.loop is loop  # which ends here
+        if (alike and (unpaused or its_turn)) or (unpaused and not loop.turns % UNPAUSED):
             m.pause()
         loop.steps, loop.progress = m.steps, m.progress
 

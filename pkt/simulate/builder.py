@@ -18,6 +18,7 @@ from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from pkt.errors import Unsupported
+from pkt.simulate import numerics
 from pkt.simulate.loops import POLL, Slice
 from pkt.simulate.numerics import BITS, decode, encode, matmul, scale, to_half, to_integer, to_nearest_tf32, unpack_fp4
 from pkt.simulate.sites import site
@@ -130,9 +131,8 @@ class Builder(InterpreterBuilder):
         ty = z.dtype.scalar
         if ty == tl.float64:
             return super().create_fma(x, y, z)
-        # One rounding: the product is exact in float64.
         wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
-        out = wide[0] * wide[1] + wide[2]
+        out = numerics.fma(*np.broadcast_arrays(*wide))
         return handle(encode(out, ty) if ty in BITS else out.astype(z.data.dtype), ty)
 
     def create_umulhi(self, lhs, rhs):
@@ -151,16 +151,29 @@ class Builder(InterpreterBuilder):
 
     def create_minnumf(self, lhs, rhs):
         """`tl.minimum` by default: of a NaN and a number, the number."""
-        return self.binary_op(lhs, rhs, np.fmin)
+        return self.binary_op(lhs, rhs, numerics.fmin)
 
     def create_maxnumf(self, lhs, rhs):
-        return self.binary_op(lhs, rhs, np.fmax)
+        return self.binary_op(lhs, rhs, numerics.fmax)
+
+    def create_minimumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, numerics.minimum)
+
+    def create_maximumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, numerics.maximum)
+
+    def create_select(self, cond, lhs, rhs):
+        """It selects bits: of a signed and an unsigned integer, `tl.atomic_min` of floats takes either's."""
+        return handle(np.where(cond.data, lhs.data, rhs.data.view(lhs.data.dtype)), lhs.dtype)
 
     def create_clampf(self, arg, lo, hi, propagate_nans):
         """`tl.clamp`: of a NaN by default the lower bound."""
         keep = propagate_nans == ir.PROPAGATE_NAN.ALL
-        least = self.binary_op(arg, lo, np.maximum if keep else np.fmax)
-        return self.binary_op(least, hi, np.minimum if keep else np.fmin)
+        least = self.binary_op(arg, lo, numerics.maximum if keep else numerics.fmax)
+        return self.binary_op(least, hi, numerics.minimum if keep else numerics.fmin)
+
+    def create_frem(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, numerics.frem)
 
     def create_fabs(self, arg):
         bits = arg.data.view(getattr(np, f"uint{arg.data.itemsize * 8}"))
@@ -177,6 +190,8 @@ class Builder(InterpreterBuilder):
 
     def cast_impl(self, src, dst_type, toward_zero=False):
         have, want = src.dtype.scalar, dst_type.scalar
+        if "fp8e4b15" in (have.name, want.name):
+            raise Unsupported.simulated("a conversion of float8e4b15", str(site()), "use float8e4nv or float8e5")
         if want in BITS:
             return handle(encode(decode(src.data, have), want, toward_zero), want)
         values = decode(src.data, have)

@@ -30,7 +30,14 @@ ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
 """Values of `compile` -> the target of the front end."""
 
 
-_NO_WORLD = re.compile(rf"object has no attribute '({'|'.join(DeviceWorld._fields)})'")
+_REMEDIES = {  # by a pattern of Triton's message
+    rf"object has no attribute '({'|'.join(DeviceWorld._fields)})'": (
+        "a kernel takes the world as world.device: give it that"
+    ),
+    "^error encountered during parsing$": (
+        "Triton has printed its code and what is wrong; a while loop needs a comparison: while n != 0, not while n"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         line += next(at for at, text in enumerate(lines) if text.lstrip().startswith("def "))  # behind decorators
         line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
         place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
-        remedy = "a kernel takes the world as world.device: give it that" if _NO_WORLD.search(said) else ""
+        remedy = next((remedy for text, remedy in _REMEDIES.items() if re.search(text, said)), "")
         raise CompileError.refused(kernel.fn.__name__, place, arch, said, remedy) from error
     return None
 

@@ -22,9 +22,9 @@ SURE = 8  # iterations without a change after which a loop counts as spinning
 # Iterations without a change after which it counts as stuck where a branch around a store or a signal depends on a
 # variable that does change, such as a count of polls: the store may come later, and let another program go on.
 UNSURE = 512
-# The same, for each program that spins, where a word that a loop polls changes meanwhile, such as a lock: the loops may
-# have looked at bad moments only.
-CONTENDED = 64
+# The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
+# in spite of the turns that `whose_turn` gives.
+CONTENDED = 32
 _MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`
 
@@ -181,7 +181,7 @@ class Loop:
         """Whether it has seen the same for long enough in this round of `machine`."""
         if self.round != machine.round:
             return False
-        enough = min(UNSURE, CONTENDED * len(machine.ready)) if machine.contended else SURE
+        enough = CONTENDED if machine.contended else SURE
         return self.round_sure >= max(enough, self.period) or self.round_same >= max(UNSURE, self.period)
 
     def turned(self, decides: Any, guards: Any) -> bool:

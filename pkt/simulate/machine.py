@@ -36,7 +36,7 @@ from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
 from pkt.simulate.sites import host_call, of_task, site
 from pkt.simulate.stream import Stream
-from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
+from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, Turn, events
 from pkt.trace import Event
 from pkt.wording import HOST
 
@@ -107,6 +107,7 @@ class Machine:
         self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
         self.polled: set[int] = set()  # addresses that the loops of this round poll
         self.contended = False  # one of those words has changed in this round
+        self.turn: Turn | None = None  # of a program, when all spin
         self.programs = 0
         self.order = 0  # a hash of which task ran when, and which store became visible when
         self.max_steps = max_steps
@@ -188,8 +189,7 @@ class Machine:
                     if standstill.hopeless(self):
                         standstill.stands_still(self, self.ready)
                         continue
-                    turns = [max((loop.round_same for loop in t.loops.values()), default=-1) for t in self.ready]
-                    at = turns.index(min(turns))  # all take turns, a slow rank too
+                    at = standstill.whose_turn(self)
                 elif loop.progress == self.progress:  # it would see the same again
                     at = others[schedule.pick([self.ready[i] for i in others])]
                 else:

@@ -50,7 +50,7 @@ def decode(bits: np.ndarray, ty: tl.dtype) -> np.ndarray:
 
 def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.ndarray:
     """Raw bits of format `ty` for real `values`, rounded to nearest even, or truncated if `toward_zero`."""
-    x = np.asarray(values, dtype=np.float32)
+    x = _to_odd(np.asarray(values)) if ty == tl.bfloat16 else np.asarray(values, dtype=np.float32)
     if ty == tl.bfloat16:
         u = x.view(np.uint32)
         if not toward_zero:
@@ -68,6 +68,76 @@ def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.nd
         code = code + (tie & (code & 1 == 1))
     code = np.where(np.isnan(x), _NAN, np.minimum(code, len(magnitude) - 1))
     return (code | (np.signbit(x) << 7)).astype(np.uint8)
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """float32 of real `values`, such that rounding them again to a shorter format rounds as once: an inexact value goes
+    to the neighbour whose last bit is 1."""
+    if values.dtype.kind in "iu":
+        if values.dtype.itemsize == 8:  # of large ones, 13 low bits only tell whether the value is a tie
+            large, low = np.abs(values.astype(np.float64)) >= 2.0**53, (values & 0xFFF) != 0
+            values = np.where(large, (values & ~values.dtype.type(0xFFF)) | (low * values.dtype.type(0x800)), values)
+        values = values.astype(np.float64)
+    x = values.astype(np.float32)
+    if values.dtype != np.float64:
+        return x
+    inexact = (x != values) & ~np.isnan(values)
+    away = inexact & (np.abs(x.astype(np.float64)) > np.abs(values))
+    return ((x.view(np.uint32) - away) | inexact).astype(np.uint32).view(np.float32)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float64 that hold float32, such that rounding the result to float32 rounds it once."""
+    product = a * b  # exact
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)  # Knuth's two-sum
+    bits = total.view(np.int64)
+    even = (bits & 1 == 0) & (error != 0) & np.isfinite(error)
+    return (bits + np.where(even, np.where((error > 0) == (total > 0), 1, -1), 0)).view(np.float64)
+
+
+def fmax(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger, or the one that is no NaN. As `max.f32`, of zeros the positive one."""
+    out = np.fmax(a, b)
+    return out if out.all() else np.where((a == 0) & (b == 0), a + b, out)
+
+
+def fmin(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller, or the one that is no NaN. As `min.f32`, of zeros the negative one."""
+    return -fmax(-a, -b)
+
+
+def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """As `fmax`, but NaN where either is."""
+    return np.where(np.isnan(a) | np.isnan(b), a + b, fmax(a, b))
+
+
+def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """As `fmin`, but NaN where either is."""
+    return -maximum(-a, -b)
+
+
+def frem(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x % y of floats as Triton's PTX computes it: x - trunc(x / y) * y, rounded once, and x where y is infinite. Other
+    than `fmod` it is inexact for large quotients, and +0.0 where nothing is left."""
+    if x.dtype == np.float16:
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    times = -np.trunc(x / y)
+    if x.dtype == np.float32:
+        out = (times.astype(np.float64) * y + x).astype(np.float32)
+    else:
+        product = times * y
+        (high, low), (high_y, low_y) = _halves(times), _halves(y)
+        error = ((high * high_y - product) + high * low_y + low * high_y) + low * low_y  # Dekker's product
+        out = (x + product) + np.where(np.isfinite(product), error, 0)
+    return np.where(np.isinf(y), x, out)
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The leading 26 bits of float64, and the others."""
+    high = (np.ascontiguousarray(x).view(np.int64) & -(1 << 27)).view(np.float64)
+    return high, x - high
 
 
 def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:

@@ -26,7 +26,10 @@ def _along(array: np.ndarray, axis: int, where: slice) -> np.ndarray:
     return array[(slice(None),) * axis + (where,)]
 
 
-def _numpy_op(combine_fn: Any) -> Any:
+def _numpy_op(combine_fn: Any, data: np.ndarray, ty: tl.dtype) -> Any:
+    """The numpy function that combines `data` as `combine_fn` does, or None."""
+    if ty in BITS:
+        return None
     # By identity: a JITFunction cannot be hashed while `tl` is patched.
     standard = tl.standard
     for fn, op in (
@@ -36,7 +39,8 @@ def _numpy_op(combine_fn: Any) -> Any:
         (standard._elementwise_min, np.fmin),
     ):
         if combine_fn is fn:
-            return op
+            extreme = op in (np.fmax, np.fmin) and data.dtype.kind == "f"
+            return None if extreme and (np.signbit(data) & (data == 0)).any() else op  # numpy takes either zero
     return None
 
 
@@ -56,9 +60,9 @@ def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=
         arrays, at = [a.reshape(-1) for a in arrays], 0
     else:
         at = axis % len(shape)
-    op = _numpy_op(combine_fn)
+    op = _numpy_op(combine_fn, arrays[0], inputs[0].dtype)
     results: Any
-    if op is not None and inputs[0].dtype not in BITS:
+    if op is not None:
         results = [_tensor(np.asarray(op.reduce(arrays[0], axis=at, dtype=arrays[0].dtype)), inputs[0].dtype)]
     else:
         types = [t.dtype for t in inputs]
@@ -81,8 +85,8 @@ def associative_scan(input, axis, combine_fn, reverse=False, _semantic=None, _ge
     arrays, types = [t.handle.data.copy() for t in inputs], [t.dtype for t in inputs]
     if backwards:
         arrays = [np.flip(a, at) for a in arrays]
-    op, n = _numpy_op(combine_fn), arrays[0].shape[at]
-    if op is not None and types[0] not in BITS:
+    op, n = _numpy_op(combine_fn, arrays[0], types[0]), arrays[0].shape[at]
+    if op is not None:
         arrays = [op.accumulate(arrays[0], axis=at, dtype=arrays[0].dtype)]
     else:
         distance = 1

@@ -19,6 +19,7 @@ PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to i
 LINGERING = 0.5  # how often a program with pending stores stops after an atomic
 WITHHOLDING = 0.75  # how often it stops once more after a buffered atomic
 HOLDING = 0.97  # how often a buffered atomic stays so where a store would become visible
+STAYING = 0.875  # how often a program that spins, as all do, keeps its turn for a whole iteration
 POLICIES = ("adversarial", "random", "late atomics", "adversarial", "uniform", "late atomics")  # by seed
 
 
@@ -78,6 +79,10 @@ class Schedule:
     def withholds(self) -> bool:
         """Whether a program stops once more after an atomic that is buffered."""
         return self._random.random() < WITHHOLDING
+
+    def stays(self) -> bool:
+        """Whether a program in a loop goes on for a whole iteration, where all programs spin."""
+        return self._random.random() < STAYING
 
     def choose(self, count: int) -> int:
         return self._below(count) if count > 1 else 0

@@ -286,11 +286,12 @@ def cast(slow: Callable) -> Callable:
 
 
 def join(slow: Callable) -> Callable:
-    """`tl.join` of two blocks of one shape and type."""
+    """`tl.join` of two blocks or scalars of one shape and type."""
 
     def call(a: Any, b: Any) -> Any:
-        if type(a) is type(b) is tl.tensor and a.shape is b.shape is not SCALAR and a.dtype.name == b.dtype.name:
-            return new_tensor(np.stack([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
+        if type(a) is type(b) is tl.tensor and a.shape is b.shape and a.dtype.name == b.dtype.name:
+            together = np.concatenate if a.shape is SCALAR else np.stack
+            return new_tensor(together([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
         return slow(a, b)
 
     return call

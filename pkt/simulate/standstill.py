@@ -8,9 +8,10 @@ from typing import Any
 from pkt.errors import CollectiveMismatch, PeerLost
 from pkt.simulate.findings import Deadlock, TooFewResident
 from pkt.simulate.sites import host_call
-from pkt.simulate.tasks import Launch, Task, Trial
+from pkt.simulate.tasks import Launch, Task, Trial, Turn
 from pkt.wording import FIRST_CALL, Waiting, call_text
 
+LONGEST_TURN = 256  # steps
 MOST_TRIED = 4096  # programs that a deadlock is tried with, all resident
 
 
@@ -44,6 +45,22 @@ def hopeless(machine: Any) -> bool:
     for loop in (loop for of_task in loops for loop in of_task if loop.spins and loop.round != machine.round):
         loop.round, loop.round_same, loop.round_sure = machine.round, 0, 0
     return False
+
+
+def whose_turn(machine: Any) -> int:
+    """The index of the ready program that runs next, where all of them spin. Programs take turns at random, a slow rank
+    too. A turn mostly lasts for an iteration of the outermost loop, so that the program holds no lock when another one
+    looks; or until the program would see the same again."""
+    ready, turn = machine.ready, machine.turn
+    if turn is not None and turn.task in ready and turn.loop.turns == turn.turns and machine.steps < turn.end:
+        if max(loop.progress for loop in turn.task.loops.values()) != machine.progress:
+            return ready.index(turn.task)
+    at = machine.schedule.choose(len(ready))
+    task = ready[at]
+    loop = next(iter(task.loops.values()))
+    stays = machine.schedule.stays()
+    machine.turn = Turn(task, loop, loop.turns, machine.steps + LONGEST_TURN) if stays else None
+    return at
 
 
 def stands_still(machine: Any, spinning: list[Task]) -> None:

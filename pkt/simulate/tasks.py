@@ -5,6 +5,7 @@ Launch           one grid on one rank; at most `sms` of its programs are residen
 Host             one rank
 Meeting          a collective call of the hosts
 Trial            the search for the cause of a deadlock
+Turn             a stretch of one program, where all programs spin
 """
 
 from __future__ import annotations
@@ -173,6 +174,16 @@ class Trial:
     launches: list[Launch]
     error: Exception
     findings: int
+
+
+@dataclass(eq=False)
+class Turn:
+    """A stretch of a program that spins: until `loop`, its outermost one, has turned again, or up to step `end`."""
+
+    task: Task
+    loop: Loop
+    turns: int  # of the loop when the stretch began
+    end: int
 
 
 class Stopped(greenlet.GreenletExit):

@@ -168,6 +168,21 @@ def test_shape_operations_match_torch() -> None:
 
 
 @triton.jit
+def of_scalars(x, out):
+    pair = tl.join(tl.load(x), tl.load(x + 1))
+    low, high = tl.split(pair * 2)
+    tl.store(out + tl.arange(0, 2), pair)
+    tl.store(out + 2, high - low)
+    tl.store(out + 3, tl.max(pair))
+
+
+def test_scalars_join_to_a_block() -> None:
+    out = torch.empty(4)
+    run(of_scalars, (1,), torch.tensor([3.0, 5.0]), out)
+    assert out.tolist() == [3, 5, 4, 5]
+
+
+@triton.jit
 def histogram(x, out, N: tl.constexpr, BINS: tl.constexpr):
     v = tl.load(x + tl.arange(0, N))
     tl.store(out + tl.arange(0, BINS), tl.histogram(v, BINS))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from pkt.errors import Unsupported
 from pkt.simulate.numerics import decode, encode
 from tests.simulate.helpers import assert_same, run
 
@@ -460,3 +463,118 @@ def test_booleans_are_one_bit() -> None:
     out = torch.empty(4, 4, dtype=torch.int32)
     run(boolean, (1,), x, out, 4)
     assert out.tolist() == [[2, 1, 2, 2], [2] * 4, [0, 1, 0, 0], [0, 1, 0, 0]]
+
+
+@triton.jit
+def extreme_zeros(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.load(x + i), tl.load(x + N + i)
+    tl.store(out + i, tl.maximum(a, b))
+    tl.store(out + N + i, tl.minimum(a, b))
+    tl.store(out + 2 * N + i, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * N + i, tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 4 * N + i, tl.max(a, 0))
+    tl.store(out + 5 * N + i, tl.min(a, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_of_zeros_the_positive_one_is_the_larger(dtype: torch.dtype) -> None:
+    """As PTX says of `max` and `min`: +0.0 > -0.0."""
+    x = torch.tensor([[-0.0, 0.0, -0.0, 0.0], [0.0, -0.0, -0.0, 0.0]], dtype=dtype)
+    out = torch.empty(6, 4, dtype=dtype)
+    run(extreme_zeros, (1,), x, out, 4)
+    largest = [0.0, 0.0, -0.0, 0.0]
+    smallest = [-0.0, -0.0, -0.0, 0.0]
+    wanted = [largest, smallest, largest, smallest, [0.0] * 4, [-0.0] * 4]
+    assert_same(out, torch.tensor(wanted, dtype=dtype))
+
+
+@triton.jit
+def to_bf16(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(tl.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.uint64], ids=str)
+def test_wide_numbers_are_rounded_once_to_bf16(dtype: torch.dtype) -> None:
+    """As `cvt.rn.bf16.f64` and `cvt.rn.bf16.s64`. Rounding to fp32 first would make a tie of each of these values."""
+    bits = {torch.float64: 40, torch.int32: 30}.get(dtype, 62)
+    ties = [(1 << bits) + (n << (bits - 8)) for n in (1, 3, 5, 7)]
+    x = torch.tensor([tie + off for tie in ties for off in (-1, 1)], dtype=dtype)
+    wanted = [(1 << bits) + (n // 2 << (bits - 7)) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
+    out = torch.empty(8, dtype=torch.bfloat16)
+    run(to_bf16, (1,), x, out, 8)
+    assert out.tolist() == [float(w) for w in wanted]
+
+
+def test_fma_of_fp32_rounds_once() -> None:
+    """Each sum is just inside a tie between c and an even neighbour, by less than fp64 can tell."""
+    small, c = 2.0**-12, 1 + 2.0**-23
+    a = torch.tensor([1.0, -1.0, -1.0, 1.0]) * (small + small * 2.0**-23)
+    b = torch.full((4,), small - small * 2.0**-23)
+    x, out = torch.stack([a, b, torch.tensor([c, -c, c, -c])]), torch.empty(4)
+    run(fma_short, (1,), x, out, 4)
+    assert_same(out, x[2])
+
+
+@triton.jit
+def atomic_extremes(low, high, x, was, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    tl.store(was + i, tl.atomic_min(low + i, v))
+    tl.store(was + N + i, tl.atomic_max(high + i, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_atomic_minimum_of_floats_returns_the_old_values(dtype: torch.dtype) -> None:
+    x, old = torch.tensor([-3.0, 2.0, 0.5, -1.0], dtype=dtype), torch.tensor([1.5, -2.0, 0.0, 7.0], dtype=dtype)
+    low, high, was = old.clone(), old.clone(), torch.empty(2, 4, dtype=dtype)
+    run(atomic_extremes, (1,), low, high, x, was, 4)
+    assert_same(was, old.expand(2, 4))
+    assert_same(low, torch.minimum(old, x))
+    assert_same(high, torch.maximum(old, x))
+
+
+@triton.jit
+def remainder(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) % tl.load(y + i))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_remainder_is_that_of_the_ptx(dtype: torch.dtype) -> None:
+    """`div.rn`, `cvt.rzi`, `fma`; of short floats in fp32."""
+    torch.manual_seed(6)
+    x, y = (10 * torch.randn(256, dtype=torch.float64)).to(dtype), torch.randn(256, dtype=torch.float64).to(dtype)
+    x[:64] *= 1000
+    x[64:72] = y[64:72] * 3
+    out = torch.empty(256, dtype=dtype)
+    run(remainder, (1,), x, y, out, 256)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    quotients = (x.to(wide) / y.to(wide)).trunc().tolist()
+    exact = [Fraction(a) - Fraction(q) * Fraction(b) for a, q, b in zip(x.tolist(), quotients, y.tolist())]
+    assert_same(out, torch.tensor([float(e) for e in exact], dtype=torch.float64).to(wide).to(dtype))
+
+
+def test_remainder_of_extreme_values() -> None:
+    """fmod would find 0.1 for 1 % 0.1, whose quotient is rounded up to 10, and -0.0 for -3 % 1.5."""
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([1.5, -0.0, inf, 1.0, nan, -3.0, 1.0, 1e30])
+    y = torch.tensor([inf, 1.0, 2.0, 0.0, 1.0, 1.5, 0.1, 1e-30])
+    out = torch.empty(8)
+    run(remainder, (1,), x, y, out, 8)
+    assert_same(out, torch.tensor([1.5, 0.0, nan, nan, nan, 0.0, -(2.0**-26), -inf]))
+    out = torch.empty(8, dtype=torch.float64)
+    run(remainder, (1,), x.double(), y.double(), out, 8)
+    assert_same(out[:6], torch.tensor([1.5, 0.0, nan, nan, nan, 0.0], dtype=torch.float64))
+
+
+@triton.jit
+def through_e4b15(x, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, tl.load(x + i).to(tl.float8e4b15).to(tl.float16))
+
+
+def test_float8e4b15_is_refused() -> None:
+    with pytest.raises(Unsupported, match="float8e4b15 at test_numerics.py:.*use float8e4nv or float8e5"):
+        run(through_e4b15, (1,), torch.ones(4, dtype=torch.float16), 4)

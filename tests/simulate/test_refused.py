@@ -94,6 +94,19 @@ def test_what_triton_does_not_compile_is_refused_with_its_message(how: str, said
 
 
 @triton.jit
+def counts_down(x, n):
+    while n:
+        n -= 1
+    tl.store(x, n)
+
+
+def test_a_number_as_the_condition_of_a_while_is_refused_with_a_remedy() -> None:
+    with pytest.raises(CompileError, match="a while loop needs a comparison") as caught:
+        run(counts_down, (1,), torch.ones(1, dtype=torch.int32), 3)
+    assert caught.value.place == line_of(counts_down, "def counts_down")
+
+
+@triton.jit
 def rotate(x, flags, world, N: tl.constexpr):
     i, right = tl.arange(0, N), (world.rank + 1) % world.size
     pl.store(x + N + i, tl.load(x + i), right, world)

@@ -227,7 +227,7 @@ def looks_under_a_lock(lock, world, TELL: tl.constexpr):
         pl.store_release(lock, 0, 0, world)
 
 
-LOCKED = [(2, 1), (2, 8), (3, 11)]
+LOCKED = [(2, 1), (2, 8), (3, 11), (8, 3), (8, 9), (16, 4)]
 
 
 @pytest.mark.parametrize(
@@ -240,5 +240,42 @@ def test_programs_that_look_under_a_lock_take_turns(ranks: int, seed: int, tell:
         world.barrier()
         looks_under_a_lock[(1,)](lock, world.device, tell)
 
-    error = outcome(main, ranks, seed, max_steps=50_000).failure
+    error = outcome(main, ranks, seed, max_steps=20_000).failure
+    assert error is None if tell else isinstance(error, Deadlock) and error.waits
+
+
+@triton.jit
+def looks_under_one_lock_and_tells_under_both(locks, data, world, TELL: tl.constexpr):
+    """The last rank needs both locks at once. The others hold one of them most of the time."""
+    me = tl.cast(world.rank, tl.int32)
+    go = 1
+    while go == 1:
+        if me < world.size - 1:
+            mine = locks + 2 * (me % 2)
+            while pl.atomic_cas(mine, 0, 1, 0, world, sem="acquire") != 0:
+                pass
+            if pl.load(mine + 1, 0, world) == 1:
+                go = 0
+            for i in range(60):
+                pl.load(data + i % 8, 0, world)
+            pl.store_release(mine, 0, 0, world)
+        elif pl.atomic_cas(locks, 0, 1, 0, world, sem="acquire") == 0:
+            if pl.atomic_cas(locks + 2, 0, 1, 0, world, sem="acquire") == 0:
+                if TELL:
+                    pl.store(locks + 1, 1, 0, world)
+                    pl.store(locks + 3, 1, 0, world)
+                go = 0
+                pl.store_release(locks + 2, 0, 0, world)
+            pl.store_release(locks, 0, 0, world)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 17, 33])
+@pytest.mark.parametrize("tell", [False, True])
+def test_a_program_that_rarely_finds_both_locks_free_ends(seed: int, tell: bool) -> None:
+    def main(world: Any) -> None:
+        locks, data = pkt.zeros(4, dtype=torch.int32), pkt.zeros(8, dtype=torch.int32)
+        world.barrier()
+        looks_under_one_lock_and_tells_under_both[(1,)](locks, data, world.device, tell)
+
+    error = outcome(main, 8, seed, max_steps=50_000).failure
     assert error is None if tell else isinstance(error, Deadlock) and error.waits

@@ -244,10 +244,10 @@ def rows_of(found: dict[str, dict[str, Any]], ranks: int) -> list[_harness.Row]:
         nccl = [one["ms"] for name, one in stacks.items() if name.startswith("NCCL")]
         limit = TRAINING if job == "training" else FASTER[job][int(size)]
         best = [min(each) / own for own, *each in zip(mine, *nccl)]
-        rows.append(_harness.row(f"{label}: NCCL / pkt", best, "times", limit if ranks == 2 else None, at_least=True))
+        rows.append(_harness.row(f"{label}: NCCL / pkt", best, "", limit if ranks == 2 else None, at_least=True))
         if ASYNC in stacks:
             ratios = [other / own for own, other in zip(mine, stacks[ASYNC]["ms"])]
-            rows.append(_harness.row(f"{label}: {ASYNC} / pkt", ratios, "times", 1.0, at_least=True))
+            rows.append(_harness.row(f"{label}: {ASYNC} / pkt", ratios, "", 1.0, at_least=True))
     return rows
 
 

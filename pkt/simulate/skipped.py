@@ -6,6 +6,8 @@
   times. Here it visits each once, and the loop gets the code of that visit.
 - It spells the type of a tuple out whenever one of its values is set, makes the shape of a block anew for each tensor,
   and reads the signature of a function at each call. Here each is done once.
+- It makes a constant of each index on the way to a value in a tuple, and functions that refer to themselves, which
+  leave their arguments to the garbage collector. Here it does neither.
 
 All leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
 """
@@ -16,7 +18,7 @@ import ast
 import inspect
 import math
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +37,7 @@ _results: dict[Hashable, Any] = {}  # (text, name with types and constants, fact
 _trees: dict[str, ast.Module] = {}  # text of a function -> its tree, which the code generator only reads
 _shapes: dict[tuple, tuple[Any, Any]] = {}  # shape of a block -> that of its tensors, and the number of its elements
 _signatures: dict[Any, inspect.Signature] = {}  # of the functions of `tl`
+_TUPLES = list, tuple, core.tuple, core.tuple_type
 
 
 @contextmanager
@@ -139,6 +142,9 @@ def skipping(*facts: Hashable) -> Iterator[None]:
     changed = [
         (code_generator, "CodeGenerator", Skipping),
         (code_generator, "inspect", _Inspect),
+        (code_generator, "find_paths_if", _find_paths_if),
+        (code_generator, "get_iterable_path", _get_iterable_path),
+        (code_generator, "set_iterable_path", _set_iterable_path),
         (JITCallable, "parse", parse),
         (JITCallable, "get_capture_scope", scope),
         (core.block_type, "__init__", _init_block),
@@ -195,6 +201,35 @@ class _Inspect:
         if known is None:
             known = _signatures[of_all] = inspect.signature(function)
         return known
+
+
+def _find_paths_if(values: Any, wanted: Callable[[tuple[int, ...], Any], bool]) -> list[tuple[int, ...]]:
+    """As Triton's: the paths to those values, in tuples of tuples, that are wanted."""
+    paths: list[tuple[int, ...]] = []
+    _add_paths(paths, (), values, wanted)
+    return paths
+
+
+def _add_paths(paths: list[tuple[int, ...]], to: tuple[int, ...], values: Any, wanted: Callable) -> None:
+    """Not a function in `_find_paths_if`, which would refer to itself and be garbage after each call."""
+    for at, value in enumerate(values):
+        path = (*to, at)
+        if isinstance(value, _TUPLES):
+            _add_paths(paths, path, value, wanted)
+        elif wanted(path, value):
+            paths.append(path)
+
+
+def _get_iterable_path(values: Any, path: tuple[int, ...]) -> Any:
+    """As Triton's: the value at a path."""
+    for at in path:
+        values = values.values[at] if isinstance(values, core.tuple) else values[at]
+    return values
+
+
+def _set_iterable_path(values: Any, path: tuple[int, ...], value: Any) -> None:
+    """As Triton's: set the value at a path."""
+    _get_iterable_path(values, path[:-1])._setitem(path[-1], value)
 
 
 _init_block = block_init(core.block_type.__init__)

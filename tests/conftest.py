@@ -1,6 +1,9 @@
 """Settings of all tests: GPU tests need a GPU, and hypothesis has no wall-clock deadlines."""
 
+import functools
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -26,3 +29,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_front_end() -> Iterator[None]:
+    """Kernels that tests compile for GPUs pass through Triton's front end in two thirds of its time."""
+    from triton.compiler import code_generator
+
+    from pkt.simulate.skipped import quicker
+
+    whole = code_generator.ast_to_ttir
+
+    @functools.wraps(whole)
+    def ast_to_ttir(*args: Any, **named: Any) -> Any:
+        with quicker():
+            return whole(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code_generator, "ast_to_ttir", ast_to_ttir)
+        yield

@@ -128,12 +128,13 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
     try:
+        from pkt.simulate.skipped import quicker, skipping  # here, because importing pkt should load little
+
         if whole:
-            compiled = kernel.compile(source, target=known.target, options=options.__dict__)
+            with quicker():
+                compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
-        from pkt.simulate.skipped import skipping  # here, because importing pkt should load little
-
         # Its checks of additions are many operations, and none can be refused.
         if getattr(options, "sanitize_overflow", False):
             options = dataclasses.replace(options, sanitize_overflow=False)

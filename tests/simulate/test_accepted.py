@@ -17,6 +17,7 @@ import triton.language as tl
 
 import pkt
 from pkt.errors import CompileError
+from pkt.language.inspect import compile_only
 from pkt.simulate import accepted, skipped
 from tests.simulate.helpers import HEAP, line_of, run
 
@@ -284,6 +285,38 @@ def test_arguments_of_calls_are_bound_as_inspect_does() -> None:
     for args, named in [((), {}), ((1, 2, 3, 4), {}), ((1,), {"a": 2}), ((1,), {"d": 2})]:
         with pytest.raises(TypeError, match="called"):
             skipped._Inspect.getcallargs(called, *args, **named)
+
+
+def looping() -> Any:
+    @triton.jit
+    def kernel(x, sizes, N: tl.constexpr):
+        total = tl.zeros((sizes.BLOCK,), tl.float32)
+        for i in range(sizes.n):
+            for j in tl.static_range(N):
+                if i > j:
+                    total += tl.load(x + tl.arange(0, sizes.BLOCK) + i + j)
+            chosen(x + i, j)
+        tl.store(x + tl.arange(0, sizes.BLOCK), tl.max(total, 0))
+
+    return kernel
+
+
+def test_quicker_code_is_tritons_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All tests compile with `quicker`, by a fixture; here once without it."""
+    from triton.compiler import code_generator
+
+    def texts(cache: str) -> list[str]:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache))
+        found = compile_only(looping(), "*fp32", Sizes(5, tl.constexpr(64)), 3).asm
+        return [found[stage] for stage in ("ttir", "llir", "ptx")]
+
+    made, make = [], tl.tuple_type.__init__
+    monkeypatch.setattr(tl.tuple_type, "__init__", lambda self, *args: made.append(args) or make(self, *args))
+    quick = texts("quick")
+    skipped_by = len(made)
+    monkeypatch.setattr(code_generator, "ast_to_ttir", code_generator.ast_to_ttir.__wrapped__)
+    assert texts("whole") == quick
+    assert (len(made) > 2 * skipped_by) == triton.__version__.startswith(skipped.CHECKED), "it was not quicker"
 
 
 def test_values_in_tuples_are_found_as_triton_finds_them() -> None:

@@ -1,6 +1,7 @@
 """Settings of all tests: GPU tests need a GPU, and hypothesis has no wall-clock deadlines."""
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 # Before numpy and torch are imported: one thread a process, as pytest's workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+
+# A test process keeps millions of objects, and a full collection of garbage takes 0.3 s to look through them. As a rule
+# one follows on 70,000 new objects, here on two million.
+gc.set_threshold(2_000, 10, 100)
 
 # A first call compiles or builds caches and may take long; failing examples print how to reproduce them.
 hypothesis.settings.register_profile("pkt", deadline=None, print_blob=True, max_examples=50)

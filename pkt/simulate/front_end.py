@@ -8,7 +8,9 @@ types, names and statements. It needs no GPU. Other processes find in Triton's c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import itertools
 import re
 import subprocess
 import tempfile
@@ -64,6 +66,7 @@ class _Kernel:
         self.compiled: dict[Any, Usage | None] = {}
 
 
+_compilations = itertools.count()
 _kernels: dict[Any, _Kernel] = {}  # by id: a JITFunction's hash compiles, which is not possible while `tl` is patched
 
 
@@ -102,6 +105,16 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
     return known.compiled[key]
 
 
+@functools.lru_cache(maxsize=1)
+def _context(backend: Any, series: int) -> Any:
+    """Where compilations keep what their modules share, such as types and names. It takes a millisecond to make, and it
+    grows with each of them, so it serves a series."""
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return context
+
+
 def _type(kind: Any, value: Any) -> Any:
     """What TTIR depends on of an argument, of a tuple each part: constants, and types. Alignment changes nothing in it
     but hints."""
@@ -115,18 +128,17 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
     try:
+        from pkt.simulate.skipped import quicker, skipping  # here, because importing pkt should load little
+
         if whole:
-            compiled = kernel.compile(source, target=known.target, options=options.__dict__)
+            with quicker():
+                compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
-        from pkt.simulate.skipped import skipping  # here, because importing pkt should load little
-
         # Its checks of additions are many operations, and none can be refused.
         if getattr(options, "sanitize_overflow", False):
             options = dataclasses.replace(options, sanitize_overflow=False)
-        context = ir.context()
-        ir.load_dialects(context)
-        backend.load_dialects(context)
+        context = _context(backend, next(_compilations) // 64)
         functions = backend.get_codegen_implementation(options)
         with only_types(), skipping(arch, repr(options)):
             source.make_ir(known.target, options, functions, backend.get_module_map(), context)

@@ -1,11 +1,18 @@
-"""Triton's front end without what it would do again: only its verdict counts here, not the code that it makes.
+"""Triton's front end without what it would do again.
+
+Where only its verdict counts, not the code that it makes:
 
 - It makes code for every function that a kernel calls, again for each kernel and specialisation. Here a function that
   it accepted before, for the same types and constants, is only declared.
 - It visits the body of a loop twice, first to find the variables that change in it: a loop in a loop in a loop eight
   times. Here it visits each once, and the loop gets the code of that visit.
+
+Where the code counts, too:
+
 - It spells the type of a tuple out whenever one of its values is set, makes the shape of a block anew for each tensor,
   and reads the signature of a function at each call. Here each is done once.
+- It makes a constant of each index on the way to a value in a tuple, and functions that refer to themselves, which
+  leave their arguments to the garbage collector. Here it does neither.
 
 All leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
 """
@@ -16,8 +23,8 @@ import ast
 import inspect
 import math
 import warnings
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import triton
@@ -35,6 +42,7 @@ _results: dict[Hashable, Any] = {}  # (text, name with types and constants, fact
 _trees: dict[str, ast.Module] = {}  # text of a function -> its tree, which the code generator only reads
 _shapes: dict[tuple, tuple[Any, Any]] = {}  # shape of a block -> that of its tensors, and the number of its elements
 _signatures: dict[Any, inspect.Signature] = {}  # of the functions of `tl`
+_TUPLES = list, tuple, core.tuple, core.tuple_type
 
 
 @contextmanager
@@ -62,7 +70,7 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             self.visited: tuple[Any, Any, dict[str, Any]] = None, None, {}  # the body of a loop, its code and values
 
         def visit(self, node: Any) -> Any:
-            """As Triton's, but without locations and without entering warnings.catch_warnings at every node."""
+            """As Triton's, but without locations."""
             if node is None:
                 return None
             last: Any = self.cur_node
@@ -123,6 +131,20 @@ def skipping(*facts: Hashable) -> Iterator[None]:
         values = [getattr(c, "value", c) for c in prototype.constants.values()]
         return texts[function], tuple(texts[c] for c in values if isinstance(c, JITCallable)), name, noinline, facts
 
+    texts = accepted.Texts()
+    with quicker((code_generator, "CodeGenerator", Skipping)):
+        yield
+
+
+@contextmanager
+def quicker(*more: tuple[Any, str, Any]) -> Iterator[None]:
+    """While the context lasts, Triton's code generator makes the same code in less time. more: (owner, name, value),
+    what else is changed."""
+    if not triton.__version__.startswith(CHECKED):
+        yield
+        return
+    from triton.compiler import code_generator  # imported here: it imports half of Triton
+
     def parse(function: Any) -> ast.Module:
         tree = _trees.get(function.src)
         if tree is None:
@@ -134,19 +156,24 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             scopes[id(function)] = scope_anew(function)
         return scopes[id(function)]
 
-    texts, parse_anew, scope_anew = accepted.Texts(), JITCallable.parse, JITCallable.get_capture_scope
+    parse_anew, scope_anew = JITCallable.parse, JITCallable.get_capture_scope
     scopes: dict[int, dict[str, Any]] = {}
     changed = [
-        (code_generator, "CodeGenerator", Skipping),
         (code_generator, "inspect", _Inspect),
+        (code_generator, "warnings", _Warnings),
+        (code_generator, "find_paths_if", _find_paths_if),
+        (code_generator, "get_iterable_path", _get_iterable_path),
+        (code_generator, "set_iterable_path", _set_iterable_path),
         (JITCallable, "parse", parse),
         (JITCallable, "get_capture_scope", scope),
         (core.block_type, "__init__", _init_block),
         (core.tensor, "__init__", _init_tensor),
         (core.tuple, "_setitem", _set_item),
         (core.tuple_type, "__init__", _init_tuple_type),
+        *more,
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    named = vars(core.tuple_type).get("name")
     core.tuple_type.name = property(_spelled)
     for owner, name, value in changed:
         setattr(owner, name, value)
@@ -155,9 +182,12 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)  # of the module ast
             yield
     finally:
-        del core.tuple_type.name
         for owner, name, value in before:
             setattr(owner, name, value)
+        if named is None:
+            del core.tuple_type.name
+        else:
+            core.tuple_type.name = named
 
 
 class _Declared:
@@ -172,6 +202,17 @@ class _Declared:
             self.prototype.ret_types = result.types if isinstance(result, core.tuple_type) else [result]
         function = self.prototype.serialize(builder)
         self.module.push_back(builder.get_or_insert_function(self.module, self.name, function, "private", False))
+
+
+class _Warnings:
+    """The functions of `warnings` that the code generator uses. It enters a context at every node; one serves all."""
+
+    warn, warn_explicit = staticmethod(warnings.warn), staticmethod(warnings.warn_explicit)
+    catch_warnings = nullcontext
+
+    @staticmethod
+    def simplefilter(*_: Any) -> None:
+        """Nothing."""
 
 
 class _Inspect:
@@ -195,6 +236,35 @@ class _Inspect:
         if known is None:
             known = _signatures[of_all] = inspect.signature(function)
         return known
+
+
+def _find_paths_if(values: Any, wanted: Callable[[tuple[int, ...], Any], bool]) -> list[tuple[int, ...]]:
+    """As Triton's: the paths to those values, in tuples of tuples, that are wanted."""
+    paths: list[tuple[int, ...]] = []
+    _add_paths(paths, (), values, wanted)
+    return paths
+
+
+def _add_paths(paths: list[tuple[int, ...]], to: tuple[int, ...], values: Any, wanted: Callable) -> None:
+    """Not a function in `_find_paths_if`, which would refer to itself and be garbage after each call."""
+    for at, value in enumerate(values):
+        path = (*to, at)
+        if isinstance(value, _TUPLES):
+            _add_paths(paths, path, value, wanted)
+        elif wanted(path, value):
+            paths.append(path)
+
+
+def _get_iterable_path(values: Any, path: tuple[int, ...]) -> Any:
+    """As Triton's: the value at a path."""
+    for at in path:
+        values = values.values[at] if isinstance(values, core.tuple) else values[at]
+    return values
+
+
+def _set_iterable_path(values: Any, path: tuple[int, ...], value: Any) -> None:
+    """As Triton's: set the value at a path."""
+    _get_iterable_path(values, path[:-1])._setitem(path[-1], value)
 
 
 _init_block = block_init(core.block_type.__init__)

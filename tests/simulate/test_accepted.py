@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import triton.language as tl
 
 import pkt
 from pkt.errors import CompileError
+from pkt.language.inspect import compile_only
 from pkt.simulate import accepted, skipped
 from tests.simulate.helpers import HEAP, line_of, run
 
@@ -282,3 +285,79 @@ def test_arguments_of_calls_are_bound_as_inspect_does() -> None:
     for args, named in [((), {}), ((1, 2, 3, 4), {}), ((1,), {"a": 2}), ((1,), {"d": 2})]:
         with pytest.raises(TypeError, match="called"):
             skipped._Inspect.getcallargs(called, *args, **named)
+
+
+def looping() -> Any:
+    @triton.jit
+    def kernel(x, sizes, N: tl.constexpr):
+        total = tl.zeros((sizes.BLOCK,), tl.float32)
+        for i in range(sizes.n):
+            for j in tl.static_range(N):
+                if i > j:
+                    total += tl.load(x + tl.arange(0, sizes.BLOCK) + i + j)
+            chosen(x + i, j)
+        tl.store(x + tl.arange(0, sizes.BLOCK), tl.max(total, 0))
+
+    return kernel
+
+
+def test_quicker_code_is_tritons_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All tests compile with `quicker`, by a fixture; here once without it."""
+    from triton.compiler import code_generator
+
+    def texts(cache: str) -> list[str]:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache))
+        found = compile_only(looping(), "*fp32", Sizes(5, tl.constexpr(64)), 3).asm
+        return [found[stage] for stage in ("ttir", "llir", "ptx")]
+
+    made, make = [], tl.tuple_type.__init__
+    monkeypatch.setattr(tl.tuple_type, "__init__", lambda self, *args: made.append(args) or make(self, *args))
+    quick = texts("quick")
+    skipped_by = len(made)
+    monkeypatch.setattr(code_generator, "ast_to_ttir", code_generator.ast_to_ttir.__wrapped__)
+    assert texts("whole") == quick
+    assert (len(made) > 2 * skipped_by) == triton.__version__.startswith(skipped.CHECKED), "it was not quicker"
+
+
+def test_values_in_tuples_are_found_as_triton_finds_them() -> None:
+    from triton import _utils
+
+    def tree() -> tl.tuple:
+        return tl.tuple([tl.constexpr(1), tl.tuple([tl.constexpr(2), tl.tuple([])]), tl.tuple([tl.constexpr(3)])])
+
+    def odd(path: tuple[int, ...], value: Any) -> bool:
+        return path == (0,) or value.value % 2 == 1
+
+    for values in (tree(), [None, tree()], (tl.constexpr(4), tree().values), tree().type):
+        paths = skipped._find_paths_if(values, odd)
+        assert paths == _utils.find_paths_if(values, odd) != []
+        for path in paths:
+            assert skipped._get_iterable_path(values, path) is _utils.get_iterable_path(values, path)
+    ours, theirs = tree(), tree()
+    for path in ((0,), (1, 0)):
+        skipped._set_iterable_path(ours, path, tl.constexpr(8))
+        _utils.set_iterable_path(theirs, path, tl.constexpr(8))
+    assert repr(ours) == repr(theirs) == "(constexpr[8], (constexpr[8], ()), (constexpr[3]))"
+
+
+def test_calls_leave_no_garbage() -> None:
+    """A function that refers to itself would be some."""
+    values = tl.tuple([tl.constexpr(1), tl.tuple([tl.constexpr(2)])])
+    gc.collect()
+    gc.disable()
+    try:
+        skipped._find_paths_if([values], lambda path, value: True)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_contexts_serve_a_series_of_compilations(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], front_end.ir.context
+    monkeypatch.setattr(front_end.ir, "context", lambda: made.append(make()) or made[-1])
+    monkeypatch.setattr(front_end, "_compilations", itertools.count(62))
+    front_end._context.cache_clear()
+    for n in (2, 3, 4, 5):
+        launch(n=n)
+    assert len(asked) == 4
+    assert len(made) == 2

@@ -3,6 +3,14 @@
 from tests.mutation.mutant import SIMULATE, Mutant, of
 
 MUTANTS: tuple[Mutant, ...] = (
+    *of(SIMULATE + "skipped.py", "tests/simulate/test_accepted.py -k 'in_tuples or quicker'",
+        ("the way to a value begins anew in each tuple", "path = (*to, at)", "path = (at,)"),
+        ("the outermost tuple gets a value that belongs into another",
+         "_get_iterable_path(values, path[:-1])._setitem(", "values._setitem("),
+    ),
+    *of(SIMULATE + "front_end.py", "tests/simulate/test_accepted.py -k series",
+        ("each compilation has a context of its own", "next(_compilations) // 64", "next(_compilations)"),
+    ),
     *of(SIMULATE + "detector.py", "tests/simulate/test_detector.py",
         ("a release at system scope is not kept for its own rank",
          '        if scope != "cta":\n            sync.rank', '        if scope == "gpu":\n            sync.rank'),

@@ -310,7 +310,7 @@ def backward(call: Recorded) -> Gradients:
 CHUNKS = {"rows": 1024, "columns": 256}
 """By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks of
 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push."""
-TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"], wide=True)}
+TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"], wide=call["shard"] == "rows")}
 FITTED = products.fitted(_gluon, out=True)
 GLUON = Form(
     FITTED,

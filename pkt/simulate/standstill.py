@@ -53,13 +53,12 @@ def whose_turn(machine: Any) -> int:
     looks; or until the program would see the same again."""
     ready, turn = machine.ready, machine.turn
     if turn is not None and turn.task in ready and turn.loop.turns == turn.turns and machine.steps < turn.end:
-        if max(loop.progress for loop in turn.task.loops.values()) != machine.progress:
+        if max((loop.progress for loop in turn.task.loops.values()), default=machine.progress) != machine.progress:
             return ready.index(turn.task)
     at = machine.schedule.choose(len(ready))
-    task = ready[at]
-    loop = next(iter(task.loops.values()))
-    stays = machine.schedule.stays()
-    machine.turn = Turn(task, loop, loop.turns, machine.steps + LONGEST_TURN) if stays else None
+    task, stays = ready[at], machine.schedule.stays()
+    loop = next(iter(task.loops.values()), None)  # a program may not have begun one
+    machine.turn = Turn(task, loop, loop.turns, machine.steps + LONGEST_TURN) if stays and loop is not None else None
     return at
 
 

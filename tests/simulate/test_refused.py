@@ -100,6 +100,7 @@ def counts_down(x, n):
     tl.store(x, n)
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="newer releases take such a condition")
 def test_a_number_as_the_condition_of_a_while_is_refused_with_a_remedy() -> None:
     with pytest.raises(CompileError, match="a while loop needs a comparison") as caught:
         run(counts_down, (1,), torch.ones(1, dtype=torch.int32), 3)

@@ -2,7 +2,20 @@
 
 from tests.mutation.mutant import QUICK, Mutant
 
-from . import kernels, language, model, modules, runtime, simulator, tools, tuner
+from . import (
+    attention,
+    collectives,
+    experts,
+    language,
+    model,
+    modules,
+    operators,
+    products,
+    runtime,
+    simulator,
+    tools,
+    tuner,
+)
 
 __all__ = ["MUTANTS", "QUICK", "Mutant"]
 
@@ -10,7 +23,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *simulator.MUTANTS,
     *language.MUTANTS,
     *runtime.MUTANTS,
-    *kernels.MUTANTS,
+    *operators.MUTANTS,
+    *collectives.MUTANTS,
+    *products.MUTANTS,
+    *experts.MUTANTS,
+    *attention.MUTANTS,
     *tuner.MUTANTS,
     *model.MUTANTS,
     *tools.MUTANTS,

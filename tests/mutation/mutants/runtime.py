@@ -386,4 +386,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a graph in use makes room", "            if calls < crowded:\n                return False\n            del graphs[oldest]",
          "            del graphs[oldest]"),
     ),
+    *of("pkt/runtime/gpu/cuda.py", "tests/runtime/test_cuda.py",
+        ("each rank's own SMs count", "min(gpu.num_sms for gpu in found.gpus)", "found.gpus[self.rank].num_sms"),
+        ("the greatest number of SMs counts", "min(gpu.num_sms for gpu in found.gpus)", "max(gpu.num_sms for gpu in found.gpus)"),
+        ("each rank's own model counts", "found.gpus[0].name", "found.gpus[self.rank].name"),
+    ),
+    *of("pkt/runtime/launch/replay.py", "tests/kernels/test_copies_replayed.py -k freed",
+        ("a graph of freed memory is replayed", "                found.append(allocation)\n", ""),
+        ("calls are recorded of memory that may change unseen", "if allocation is None:", "if allocation == 0:"),
+    ),
 )  # fmt: skip

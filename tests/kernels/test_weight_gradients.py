@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels.shared import products
 from tests.kernels.helpers import on_ranks
 
 CALLS = {
@@ -46,3 +47,13 @@ def test_the_gradients_of_several_weights_lie_as_they_do() -> None:
         ]
 
     on_ranks(2, run)
+
+
+def test_weights_are_joined_as_they_lie() -> None:
+    tall, wide = torch.randn(6, 8), torch.randn(3, 8)
+    joined = products.beside([tall.t(), wide.t()])
+    assert torch.equal(joined, torch.cat([tall.t(), wide.t()], dim=1))
+    assert joined.t().is_contiguous()
+    mixed = products.beside([tall.t(), wide.t().contiguous()])
+    assert torch.equal(mixed, joined)
+    assert mixed.is_contiguous()

@@ -252,7 +252,13 @@ def backward(call: Recorded) -> Gradients:
     if "weight" in call.wanted:
         home = call.operator("all_to_all", call["x"].contiguous(), scatter=1, gather=2)
         rows, grad = home.flatten(2).flatten(0, 1), call.grad.flatten(0, 1)
-        found["weight"] = torch.mm(rows.t(), grad).view(call.shape("weight"))
+        h, d, n = call.shape("weight")
+        (turned,) = call.turned("weight")
+        found["weight"] = (
+            torch.mm(grad.t(), rows).view(n, h, d).permute(1, 2, 0)
+            if turned
+            else torch.mm(rows.t(), grad).view(h, d, n)
+        )
     if "bias" in call.wanted:
         found["bias"] = call.grad.sum((0, 1))
     return found

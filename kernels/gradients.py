@@ -82,9 +82,10 @@ class Recorded:
         """The shape of an operand."""
         return self._call.shapes[name]
 
-    def transposed(self, name: str) -> list[bool]:
-        """Of each tensor of an operand, whether its transposed view is what lies in memory without gaps."""
-        return [stored for place, stored in zip(self._call.places, self._call.transposed) if place == name]
+    def turned(self, name: str) -> list[bool]:
+        """Of each tensor of an operand, whether it lies in memory in another order than its own, as the transposed view
+        of a weight. Its gradient then had better lie so, too: else autograd copies it to add it up."""
+        return [turned for place, turned in zip(self._call.places, self._call.turned) if place == name]
 
 
 def is_rank(rank: int, world: World, like: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class Call:
             each = value if name in lists else [value]
             self.places += [name] * len(each)
             self.flat += each
-        self.transposed = [isinstance(x, torch.Tensor) and checks.stored(x)[1] for x in self.flat]
+        self.turned = [isinstance(x, torch.Tensor) and not x.is_contiguous() for x in self.flat]
 
     def taken(self) -> list[Any]:
         """The operands as inputs of the node, which are then no longer kept here."""

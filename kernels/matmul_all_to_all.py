@@ -376,7 +376,11 @@ def backward(call: Recorded) -> Gradients:
     if weight is not None:
         found["x"] = torch.mm(rows, weight.flatten(1).t()).view(call.shape("x"))
     if "weight" in call.wanted:
-        found["weight"] = torch.mm(call["x"].flatten(0, 1).t(), rows).view(call.shape("weight"))
+        x, (k, h, d) = call["x"].flatten(0, 1), call.shape("weight")
+        (turned,) = call.turned("weight")
+        found["weight"] = (
+            torch.mm(rows.t(), x).view(h, d, k).permute(2, 0, 1) if turned else torch.mm(x.t(), rows).view(k, h, d)
+        )
     if "bias" in call.wanted:
         found["bias"] = rows.sum(0).view(call.shape("bias"))
     return found

@@ -106,10 +106,9 @@ def both(call: Recorded, grad: torch.Tensor) -> Gradients:
 
 
 def of_weights(call: Recorded, a: torch.Tensor, grads: Sequence[torch.Tensor]) -> Gradients:
-    """b's gradients, a^T @ grad. Each lies in memory as its weight does: else torch turns it to add it up."""
-    ways = zip(grads, call.transposed("b"), strict=True)
-    found = [torch.mm(grad.t(), a).t() if transposed else torch.mm(a.t(), grad) for grad, transposed in ways]
-    return {"b": found}
+    """b's gradients, a^T @ grad, each as its weight lies."""
+    ways = zip(grads, call.turned("b"), strict=True)
+    return {"b": [torch.mm(grad.t(), a).t() if turned else torch.mm(a.t(), grad) for grad, turned in ways]}
 
 
 def beside(weights: Sequence[torch.Tensor]) -> torch.Tensor:

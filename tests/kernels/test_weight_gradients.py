@@ -49,6 +49,21 @@ def test_the_gradients_of_several_weights_lie_as_they_do() -> None:
     on_ranks(2, run)
 
 
+def test_the_gradients_of_the_weights_of_heads_lie_as_they_do() -> None:
+    """With heads, as views of an nn.Linear's weight."""
+
+    def run(world: Any) -> None:
+        found: list[torch.Tensor] = []
+        into, out = (torch.randn(8, 8, requires_grad=True) for _ in range(2))  # (heads * head, features), and back
+        for weight in (into, out):
+            weight.register_hook(found.append)
+        y = pkt.matmul_all_to_all(torch.ones(1, 4, 8), into.view(4, 2, 8).permute(2, 0, 1), world=world)
+        pkt.all_to_all_matmul(y, out.view(8, 4, 2).permute(1, 2, 0), world=world).sum().backward()
+        assert [grad.stride() for grad in found] == [(8, 1), (8, 1)]
+
+    on_ranks(2, run)
+
+
 def test_weights_are_joined_as_they_lie() -> None:
     tall, wide = torch.randn(6, 8), torch.randn(3, 8)
     joined = products.beside([tall.t(), wide.t()])

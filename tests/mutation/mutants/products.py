@@ -103,7 +103,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("parts of K keep all programs busy", "2 * count * split >= programs", "count * split >= programs"),
     ),
     *of("kernels/shared/products.py", "tests/kernels/test_weight_gradients.py",
-        ("autograd turns the gradients of weights", "torch.mm(grad.t(), a).t() if transposed", "torch.mm(grad.t(), a).t() if False"),
+        ("autograd turns the gradients of weights", "torch.mm(grad.t(), a).t() if turned", "torch.mm(grad.t(), a).t() if False"),
         ("weights are turned to lie beside each other", "if all(stored(b)[1] for b in weights):", "if False:"),
     ),
     *of("kernels/shared/products.py", "tests/kernels/test_arguments.py -k tiles",

@@ -17,15 +17,18 @@ from pkt.simulate import cost
 from pkt.simulate.bad_address import bad_address, check_counters, check_near
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector, Sync
+from pkt.simulate.findings import Deadlock
 from pkt.simulate.loops import Loop, Slice, digest
 from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped, overlapping
 from pkt.simulate.numerics import BITS, encode
+from pkt.simulate.sites import site
 from pkt.wording import Waiting
 
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
 POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
 REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
 UNPAUSED = 512  # iterations of a `while` after which other programs run
+ALONE = 1 << 20  # iterations of a `while` without an access after which it counts as endless: some 8 seconds
 
 
 class Accesses:
@@ -133,6 +136,9 @@ class Accesses:
         if not alike:
             self._end_round(loop)
         unpaused = loop.steps == m.steps  # since the last one
+        loop.alone = loop.alone + 1 if unpaused else 0
+        if loop.alone >= ALONE:
+            raise Deadlock.alone(m.current, str(site()), ALONE)
         its_turn = m.turn is not None and m.turn.loop is loop  # which ends here
         if (alike and (unpaused or its_turn)) or (unpaused and not loop.turns % UNPAUSED):
             m.pause()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from pkt.errors import PktError
 from pkt.wording import Access, Waiting, program_text, ranks_text, waiting_table
@@ -24,6 +25,13 @@ class Deadlock(PktError):
                 f"\nhost code: {ranks_text(hosts)}\nevery rank must make the same collective calls in the same order"
             )
         return cls.of(text, waits=list(waits))
+
+    @classmethod
+    def alone(cls, task: Any, at: str, iterations: int) -> Deadlock:
+        """task: a program whose `while`, at a line, runs on and on by itself."""
+        program = f"rank {task.rank}: {task.name} program {program_text(task.program)} at {at}"
+        found = f"{iterations:,} iterations of a while without a load, a store or an atomic"
+        return cls.of(f"endless loop: {program}: found {found}, so nothing else can end it: shorten it", waits=[])
 
     @classmethod
     def endless(cls, steps: int, schedule: str) -> Deadlock:

@@ -160,7 +160,7 @@ class Loop:
     """One `while` that a program is in. `Accesses._saw` adds to `seen` and `guards_seen` what an iteration loads."""
 
     __slots__ = ("slice", "seen", "guards_seen", "states", "turns", "same", "period", "polled", "steps", "progress",
-                 "round", "round_same", "round_sure")  # fmt: skip
+                 "alone", "round", "round_same", "round_sure")  # fmt: skip
 
     def __init__(self, of: Slice) -> None:
         self.slice = of
@@ -170,6 +170,7 @@ class Loop:
         self.period = 0  # the most iterations from one of those to the next like it
         self.polled: Any = None  # the last access that decided
         self.steps = self.progress = -1  # the machine's at the last iteration
+        self.alone = 0  # iterations since the program last made an access
         self.round = -1  # of the machine, when all programs spun
         self.round_same = self.round_sure = 0  # iterations alike in that round; those alike in their stores, too
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
+from pkt.simulate import accesses
 from pkt.simulate.findings import Deadlock
-from tests.simulate.helpers import failures, outcome
+from tests.simulate.helpers import failures, line_of, outcome
 
 pytestmark = pytest.mark.machine
 
@@ -279,3 +281,37 @@ def test_a_program_that_rarely_finds_both_locks_free_ends(seed: int, tell: bool)
 
     error = outcome(main, 8, seed, max_steps=50_000).failure
     assert error is None if tell else isinstance(error, Deadlock) and error.waits
+
+
+@triton.jit
+def runs_alone(x, last):
+    i = tl.cast(0, tl.int32)
+    while i != last:
+        i += 2
+    tl.store(x, i)
+
+
+def test_a_loop_that_runs_on_by_itself_is_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accesses, "ALONE", 3000)
+
+    def main(world: Any, last: int) -> None:
+        runs_alone[(1,)](pkt.zeros(1, dtype=torch.int32), last)
+
+    error = outcome(main, args=(-1,)).failure
+    assert type(error) is Deadlock
+    place = f"runs_alone program 0 at {line_of(runs_alone, 'while i != last')}"
+    assert re.match(rf"endless loop: rank \d: {place}: found 3,000 iterations of a while", str(error))
+    assert outcome(main, args=(2 * 2990,)).failure is None
+
+
+@triton.jit
+def looks_often(x, n):
+    i = tl.cast(0, tl.int32)
+    while i != n:
+        i += tl.load(x)
+    tl.store(x + 1, i)
+
+
+def test_a_loop_that_loads_is_not_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accesses, "ALONE", 100)
+    assert outcome(lambda world: looks_often[(1,)](pkt.full(2, 1, dtype=torch.int32), 300)).failure is None

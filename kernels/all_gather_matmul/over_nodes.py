@@ -187,7 +187,8 @@ class _Space(NamedTuple):
     num_comm_sms: int
 
 
-def _space(call: Call) -> _Space:
+def _space(call: Call, *, keep: bool = False) -> _Space:
+    """keep: for launches with WHOLE, whose counters count more."""
     world, tiles, dtype, (m, k) = call.world, call["tiles"], call.dtype, call["a"].shape
     num_m, size = triton.cdiv(m, tiles.block_m), world.size
     tasks = (1 if call["shard"] == "columns" else size) * num_m * triton.cdiv(call["b"].shape[1], tiles.block_n)
@@ -208,7 +209,7 @@ def _space(call: Call) -> _Space:
         return whole, box, *(signals(n, name=f"{CALL}.{name}", world=world) for name, n in counters.items())
 
     # By what the counters count, as in plain.py.
-    key = CALL, "nodes", m, k, dtype, tasks, programs, num_comm_sms, tiles.block_m, part.PIECE.value
+    key = CALL, "nodes", keep, m, k, dtype, tasks, programs, num_comm_sms, tiles.block_m, part.PIECE.value
     whole, *made = world.keep(key, make)
     return _Space(whole, tuple(made), part, programs, num_comm_sms)
 
@@ -221,13 +222,13 @@ def gather_and_multiply(call: Call) -> Launch:
 
 def gather_whole(call: Call) -> Launch:
     """The same, which leaves the shards of all others in `whole(call)`."""
-    found = _space(call)
+    found = _space(call, keep=True)
     return _launch(call, found, found.programs, gathered=False, keep=True)
 
 
 def whole(call: Call) -> SymmetricTensor:
     """The shards of the others, (size, m, k), after each launch of `gather_whole(call)`."""
-    return _space(call).whole
+    return _space(call, keep=True).whole
 
 
 def several(calls: Sequence[Call]) -> Callable[..., None]:

@@ -103,6 +103,19 @@ def test_a_kept_a_is_not_gathered_again(shard: Any, sent: dict[int, int]) -> Non
     assert sent == dict.fromkeys(range(4), 4 * 18 * 8)
 
 
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_calls_that_keep_a_and_others_take_turns(node_size: int) -> None:
+    """They count other pieces."""
+
+    def main(world: Any) -> None:
+        a, b = torch.ones(18, 8), torch.ones(8, 12, requires_grad=True)
+        for keeps in (True, False, False, True):
+            with torch.set_grad_enabled(keeps):
+                assert (pkt.all_gather_matmul(a, b, keep="whole") == 8).all()
+
+    on_ranks(4, main, node_size=node_size)
+
+
 @triton.jit
 def _places(found_ptr, tiles, world, NEAR: tl.constexpr):
     for task in range(world.size * tiles):

@@ -28,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a row block of the rail waits for all its pieces but the last", "range(first_piece, last_piece + 1)",
          "range(first_piece, last_piece)"),
         ("further weights take the half of the next launch", "sync.peek_epoch(p.there_ptr) - 1", "sync.peek_epoch(p.there_ptr)"),
+        ("launches that keep a share the counters of others", 'key = CALL, "nodes", keep, m', 'key = CALL, "nodes", m'),
         ("what is kept leaves out the rail's shards", "gathered=False, keep=True)", "gathered=False, keep=False)"),
         ("programs that gather end before their puts are complete", "if tl.program_id(0) < p.num_comm_sms:",
          "if tl.program_id(0) < 0:"),

@@ -112,7 +112,7 @@ def of_weights(call: Recorded, a: torch.Tensor, grads: Sequence[torch.Tensor]) -
 
 
 def beside(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The columns of all weights. It lies in memory as they do, where they do so alike: else each would be turned."""
+    """The columns of all weights, in a transposed view where all of them are such views: then none is turned."""
     if all(stored(b)[1] for b in weights):
         return torch.cat([b.t() for b in weights]).t()
     return torch.cat(tuple(weights), dim=1)

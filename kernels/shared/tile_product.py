@@ -198,8 +198,9 @@ MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
 
 
 WIDE_TILES = Tiles(128, 256, 64, num_stages=3)
-"""For the forms that were measured with them. all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100: 0.400
-ms, with Tiles() 0.521 (benchmarks/results/all_to_all_matmul_2.json)."""
+"""For kernels that were measured with them. all_gather_matmul at 8192, mode "copy", on 2 x H200: 0.761 ms, with Tiles()
+0.939 (nodes_tried_2.json of benchmarks/results). all_to_all_matmul of 2,048 rows a rank, K = N = 8192, on 2 x H100:
+0.400 ms, with Tiles() 0.521 (all_to_all_matmul_2.json)."""
 
 WIDE_ELEMENTS = 1 << 22
 """Of an output with WIDE_TILES, at least: one of these tiles for each SM."""

@@ -10,8 +10,8 @@ from . import ptx
 
 @triton.jit
 def of_rank(ptr, rank, world):
-    """`peer`, in worlds of several nodes, too: for ranks of this node. The address of a rank of another one is where no
-    memory is."""
+    """As `peer`, and compiles in a world of several nodes, too. There `rank` is of this node: the address of any other
+    rank is where no memory is."""
     bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
     itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # a bool is one bit, in a byte
     # world.rank is the constant 1 on rank 1: tl.cast takes constants and tensors alike

@@ -83,8 +83,9 @@ class Recorded:
         return self._call.shapes[name]
 
     def turned(self, name: str) -> list[bool]:
-        """Of each tensor of an operand, whether it is not contiguous, as the transposed view of a weight. Autograd copies
-        a gradient that does not lie as its weight does."""
+        """Of each tensor of an operand, whether it is not contiguous, as the transposed view of a weight.
+
+        Autograd copies a gradient that does not lie as its weight does."""
         return [turned for place, turned in zip(self._call.places, self._call.turned) if place == name]
 
 

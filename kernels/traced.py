@@ -288,7 +288,9 @@ def _several(operator: Any, operands: Any, values: Any, world: World, workspace:
     tensors = tuple(named[name] for name in operator.names)
     (run,) = _run_several
     found = run(operator, tensors, values, world, workspace)
-    return [x.clone() if x._is_view() else x for x in found]  # an op's results share no memory
+    if len({x.untyped_storage().data_ptr() for x in found}) == len(found):
+        return found
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]  # an op's results share no memory
 
 
 def _blank(operator: Any, operands: Any, values: Any, world: World, workspace: Any) -> Any:

@@ -394,3 +394,23 @@ def test_ranks_that_disagree_are_told() -> None:
 
     with pytest.raises(pkt.CollectiveMismatch, match=r"rank 0: all_gather_matmul\(.*rank 1: all_gather_matmul\("):
         on_ranks(2, run)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_op_of_compiled_code_returns_tensors_of_their_own(stored: Any) -> None:
+    """Contiguous, as compiled code has been told, and without shared memory, in which it writes."""
+
+    def run(world: Any) -> None:
+        bs = stored([random((24, n), torch.float32, n) for n in (16, 40)])
+        made: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for rows in (1, 5):
+            a = random((rows, 24), torch.float32, world.rank)
+            compiled = torch.compile(lambda a, *bs: all_gather_matmul(a, list(bs)), backend="aot_eager", fullgraph=True)
+            made.append((a, compiled(a, *bs)))
+        for a, results in made:
+            each = all_gather_matmul(a, bs)
+            assert all(torch.equal(x, y) and x.is_contiguous() for x, y in zip(results, each, strict=True))
+            first, second = results
+            assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+    on_ranks(2, run)

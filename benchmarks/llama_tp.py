@@ -9,8 +9,9 @@
 | training, forward and backward | no | the sequence is split | the sequence is split |
 
 torch.compile has compiled all of them. async-TP is Inductor's pass that takes torch's fused operators; it splits the
-sequence, and takes part in prefill and training. Each stack has weights of its own, the same random ones.
-Errors are those of outputs, and in training of the input's gradient, against the whole model in fp32 on each rank.
+sequence, and takes part in prefill and training. In training all keep the gathered inputs for the backward pass. Each
+stack has weights of its own, the same random ones. Errors are those of outputs, and in training of the input's
+gradient, against the whole model in fp32 on each rank.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ def measure(world: Any, jobs: dict[str, tuple[int, ...]], end: float) -> dict[st
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh("cuda", (world.size,))
-    made = Jobs(world, Models(world, SHAPE, {"pkt": (pkt.parallelize, world), "NCCL": (parallelize_module, mesh)}))
+    kept = functools.partial(pkt.parallelize, keep="whole")
+    made = Jobs(world, Models(world, SHAPE, {"pkt": (kept, world), "NCCL": (parallelize_module, mesh)}))
     found: dict[str, dict[str, Any]] = {}
     every = [(job, size) for job, sizes in jobs.items() for size in sizes]
     for job, size in steps(every, "llama_tp", None if world.rank == 0 else False):

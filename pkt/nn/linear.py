@@ -66,6 +66,19 @@ def check_features(call: str, x: torch.Tensor, features: int, world: World) -> N
         raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
 
 
+def multiplied(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int | None, keep: Keep, world: World
+) -> torch.Tensor:
+    """x (..., in_features) @ weight.t() + bias: of all x where `dim` is None, else of the gathered x, whose dimension
+    `dim` is split. Raises ShapeError for a `dim` that x lacks."""
+    x, weight, bias = autocast(x, weight, bias)
+    if dim is None:
+        return functional.linear(sum_gradient(x, world), weight, bias)
+    dim = rows.dimension("pkt.nn.ColumnParallelLinear", x, dim, world)
+    y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, keep=keep, world=world)
+    return rows.from_ranks(y, x.shape, dim, world.size)
+
+
 class ColumnParallelLinear(ParallelLinear):
     """A Linear, of whose output features this rank computes its part.
 
@@ -111,18 +124,9 @@ class ColumnParallelLinear(ParallelLinear):
         return "linear" if self.sequence_dim is None else "all_gather_matmul"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x, self.sequence_dim)
-
-    def compute(self, x: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
-        """The result for an x whose dimension `sequence_dim` is split."""
-        call = "pkt.nn.ColumnParallelLinear"
-        check_features(call, x, self.in_features, self.world)
-        x, weight, bias = autocast(x, self.local("weight"), self.local("bias"))
-        if sequence_dim is None:
-            return self.finished(functional.linear(sum_gradient(x, self.world), weight, bias))
-        dim = rows.dimension(call, x, sequence_dim, self.world)
-        y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, keep=self.keep, world=self.world)
-        return self.finished(rows.from_ranks(y, x.shape, dim, self.world.size))
+        check_features("pkt.nn.ColumnParallelLinear", x, self.in_features, self.world)
+        y = multiplied(x, self.local("weight"), self.local("bias"), self.sequence_dim, self.keep, self.world)
+        return self.finished(y)
 
     def finished(self, y: torch.Tensor) -> torch.Tensor:
         """The result of this rank's features."""

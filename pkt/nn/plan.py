@@ -49,8 +49,10 @@ def parallelize(
     and `pkt.nn.ExpertParallel`.
     src_data_rank: whose parameters are split; the others' are ignored. None: each rank splits its own.
     keep: what a ColwiseParallel Linear keeps of an input that it gathers, as `pkt.nn.ColumnParallelLinear`. "whole"
-    takes the ranks' number times the memory, and saves a gather in the backward pass. Linears that share a gather keep
-    the shard.
+    takes the ranks' number times the memory, and saves a gather in the backward pass.
+
+    ColwiseParallel Linears that stand side by side in a module and take one input, as q, k and v, compute one product:
+    their weights lie below each other in memory, and each parameter is a view of its rows. See pkt/nn/siblings.py.
 
     Every rank has the whole module, on its device or on "meta". Planned Linears, Embeddings and experts are replaced by
     modules of pkt.nn, with new parameters; others stay. A name that matches no module is a warning, as torch's. Returns
@@ -94,6 +96,7 @@ def parallelize(
         else:
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, made)
+    styles.join(module)
     return module
 
 

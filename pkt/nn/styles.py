@@ -14,10 +14,11 @@ from . import experts_style
 from .embedding import VocabParallelEmbedding
 from .expert_parallel import ExpertParallel
 from .gathering import Gather, Ungathered
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear, check_features
 from .norm import SequenceParallel, has_inner_parameters, sequence_parallel
 from .place import Place
 from .sharded import HOOKS, Sharded
+from .siblings import Siblings, group
 
 LAST = Shard(-1)
 
@@ -27,6 +28,7 @@ class PlannedColumn(ColumnParallelLinear):
 
     place: Place
     style: Any
+    siblings: Siblings
     gathers = False
     """Whether it is expected to gather the input of the module around it."""
 
@@ -35,14 +37,16 @@ class PlannedColumn(ColumnParallelLinear):
         return "all_gather_matmul" if self.gathers else super().runs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = x
+        dim = self.sequence_dim
         if isinstance(x, Ungathered):
-            y = x.source.product(self, self.local("weight"), self.local("bias"))
-            y = self.finished(y)
+            given = x.source
+            x, dim = given.shard, given.dim
         elif isinstance(x, DTensor):
             x, layout = self.place.mine(x, "input")
-            y = self.compute(x, self.place.tokens(layout, "an input of layout"))
-        else:
-            y = self.compute(x, self.sequence_dim)
+            dim = self.place.tokens(layout, "an input of layout")
+        check_features("pkt.nn.ColumnParallelLinear", x, self.in_features, self.world)
+        y = self.finished(self.siblings.product(self, given, x, dim))
         return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
 
 
@@ -78,15 +82,13 @@ class PlannedEmbedding(VocabParallelEmbedding):
 
 
 class Prepared:
-    """PrepareModuleInput on a module: hooks around its forward pass."""
+    """PrepareModuleInput on a module: a hook before its forward pass."""
 
     def __init__(self, style: Any, place: Place) -> None:
         self.place = place
         self.positional = self._layouts(style.input_layouts or (), style.desired_input_layouts or ())
         given, wanted = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
         self.named = dict(zip(given, self._layouts(tuple(given.values()), tuple(wanted.get(n) for n in given))))
-        self.takers: list[Any] = []
-        self.gathers: list[Gather] = []
 
     def _layouts(self, given: Sequence[Any], wanted: Sequence[Any]) -> list[tuple[Any, bool] | None]:
         """By input: its layout and whether it is gathered; None for one that is passed on."""
@@ -106,15 +108,13 @@ class Prepared:
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Make the change."""
-        self.takers = [child for child in module.children() if isinstance(child, PlannedColumn)]
-        for taker in self.takers:
-            taker.gathers = True
+        for child in module.children():
+            if isinstance(child, PlannedColumn):
+                child.gathers = True
         module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after)
         return module
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self.gathers = []
         if self.positional and len(inputs) != len(self.positional):
             found = f"{len(inputs)} inputs, and layouts of {len(self.positional)} in PrepareModuleInput"
             raise self.place.refused(found, "give one layout, or None, for each positional input")
@@ -133,16 +133,7 @@ class Prepared:
             return x
         dim = self.place.tokens(layout, "an input of layout")
         assert dim is not None
-        one = Gather(self.place.name, x, dim, self.takers, self.place.world)
-        self.gathers.append(one)
-        return one.tensor()
-
-    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Linears that did not take the input are not expected to again."""
-        unused = [linear for gather in self.gathers for linear, _ in gather.ahead]
-        if unused:
-            self.takers = [t for t in self.takers if all(t is not linear for linear in unused)]
-        self.gathers = []
+        return Gather(self.place.name, x, dim, self.place.world).tensor()
 
 
 PRODUCTS = (torchs.ColwiseParallel, torchs.RowwiseParallel, ExpertParallel)
@@ -165,6 +156,14 @@ def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Modul
         return experts_style.change(style, module, place)
     names = "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput or pkt.nn.ExpertParallel"
     raise place.refused(f"style {type(style).__name__}", f"use {names}")
+
+
+def join(module: nn.Module) -> None:
+    """Make siblings of the planned Linears that stand side by side in a module. Those of an earlier plan stay."""
+    for parent in module.modules():
+        group(c for c in parent.children() if isinstance(c, PlannedColumn) and "siblings" not in vars(c))
+    if isinstance(module, PlannedColumn):
+        group([module])
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module], place: Place) -> None:

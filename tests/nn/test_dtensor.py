@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import pkt
-from pkt.nn import embedding, exchange, experts, gathering, linear, mlp, plan, sharded
+from pkt.nn import embedding, exchange, experts, linear, mlp, plan, sharded, siblings
 from pkt.runtime import bootstrap
 from tests.runtime import forked
 from tests.runtime.test_bootstrap import opened
@@ -107,7 +107,7 @@ def moe(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, *w: torch.Ten
 
 def stand_in() -> None:
     """In a process that ends with the test."""
-    for module in (embedding, exchange, experts, gathering, linear, mlp, plan, sharded):
+    for module in (embedding, exchange, experts, linear, mlp, plan, sharded, siblings):
         for name, function in globals().items():
             if name in vars(module) and getattr(function, "__module__", None) == __name__:
                 setattr(module, name, function)

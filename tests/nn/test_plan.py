@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import pkt
-from pkt.nn import gathering
+from pkt.nn import linear, siblings
 
 from .helpers import drawn, near, on_ranks
 
@@ -88,30 +88,32 @@ def agree(world: Any, split: nn.Module, whole: nn.Module, x: torch.Tensor) -> No
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """By call of all_gather_matmul in planned modules: how many products it computes."""
-    calls: list[int] = []
-    real = gathering.all_gather_matmul
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """By call of all_gather_matmul in planned modules: the rows of each weight."""
+    calls: list[list[int]] = []
+    real = linear.all_gather_matmul
 
     def counted(a: torch.Tensor, b: Any, **more: Any) -> Any:
-        calls.append(len(b) if isinstance(b, list) else 1)
+        calls.append([one.shape[1] for one in (b if isinstance(b, list) else [b])])
         return real(a, b, **more)
 
-    monkeypatch.setattr(gathering, "all_gather_matmul", counted)
+    for module in (linear, siblings):
+        monkeypatch.setattr(module, "all_gather_matmul", counted)
     return calls
 
 
-def test_linears_of_a_module_share_a_gather(gathers: list[int]) -> None:
+def test_linears_of_a_module_share_a_gather(gathers: list[list[int]]) -> None:
     def run(world: Any) -> None:
         split = pkt.parallelize(model(world.rank), world, plan())
         agree(world, split, model(), drawn(2, 4, 8))
         agree(world, split, model(), drawn(2, 4, 8))
 
     on_ranks(2, run)
-    assert gathers == [3, 3, 2, 2]  # on two ranks: the Linear that did not take the input was not expected again
+    # On two ranks: the Linear that did not take the input was not expected again.
+    assert gathers == [[6 + 6 + 4]] * 2 + [[6 + 6]] * 2
 
 
-def test_layouts_without_a_module_that_gathers(gathers: list[int]) -> None:
+def test_layouts_without_a_module_that_gathers(gathers: list[list[int]]) -> None:
     def run(world: Any) -> None:
         each = ColwiseParallel(input_layouts=Shard(1))
         direct = {name: style for name, style in plan().items() if name != "mlp"}
@@ -121,9 +123,9 @@ def test_layouts_without_a_module_that_gathers(gathers: list[int]) -> None:
         assert "runs=all_gather_matmul" in repr(split.mlp.up)
         assert "runs=matmul_reduce_scatter" in repr(split.mlp.down)
         agree(world, split, model(), drawn(2, 4, 8))
-        assert gathers == []
 
     on_ranks(2, run)
+    assert gathers == [[6 + 6]] * 2
 
 
 def test_replicated_tokens_and_patterns() -> None:

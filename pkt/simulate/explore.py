@@ -298,10 +298,20 @@ def _same(failure: Exception) -> Hashable:
 
 def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
     for seed in range(TRIES):
-        failure = once(seed, faults, brief=True).failure
+        failure = _alone(once(seed, faults, brief=True))
         if failure is not None:
             return Found(seed, failure, faults)
     return None
+
+
+def _alone(outcome: Outcome) -> Exception | None:
+    """The failure of a run with a fault, without the frames of its traceback, as another process would send it. They
+    hold the run's heap, and a report of hundreds of faults would hold as many heaps."""
+    error: BaseException | None = outcome.error
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    return outcome.failure
 
 
 def _losses(ranks: int, count: int, steps: int) -> list[Loss]:
@@ -313,5 +323,5 @@ def _lost(once: Callable[..., Outcome], loss: Loss) -> tuple[bool, Found | None]
     """Whether the loss kept a rank from anything, and the failure that caught it."""
     faults = Faults(lose=loss)
     outcome = once(0, faults)
-    failure = outcome.failure
+    failure = _alone(outcome)
     return outcome.machine.lost, None if failure is None else Found(0, failure, faults)

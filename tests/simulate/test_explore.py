@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,20 @@ def test_a_delayed_signal_is_no_error() -> None:
     for signal in signals():
         for seed in (0, 1, 3):
             assert outcome(exchange_main, 2, seed, faults=Faults(delay=signal)).failure is None, signal
+
+
+def test_a_report_holds_no_heap_of_a_caught_fault() -> None:
+    held: list[weakref.ref] = []
+
+    def main(world: Any) -> None:
+        held.append(weakref.ref(world))  # it has the heap
+        exchange_main(world, 1)
+
+    report = simulate(main, 2, seeds=1, heap="1MiB", lost_signals=True, lost_ranks=2).check()
+    gc.collect()
+    assert len(report.signals) > 1
+    assert len(report.losses) == 2
+    assert not any(world() is not None for world in held)
 
 
 @pytest.mark.parametrize("dies", [False, True])

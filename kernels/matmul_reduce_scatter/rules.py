@@ -22,11 +22,14 @@ from ..shared.tile_product import Tiles
 
 CALL = "matmul_reduce_scatter"
 COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 16 << 20
-"""Copies that a part goes in, and the least K and the least bytes of a part from which it is copied: the others' parts
-then take longer to compute than to copy, and each copy's fixed cost is little. The fastest of each in
+"""Copies that a part goes in, the least K from which parts are copied, and the bytes of a part from which they are at
+that K: at twice that K of half as many bytes, but of no fewer. The others' parts then take longer to compute than to
+copy, and each copy's fixed cost is little. The fastest of each in
 benchmarks/results/exhaustive_matmul_reduce_scatter.json, of 4 x H200: copying takes 0.412 ms where storing takes 0.423
 at K = 2048, of parts of 32 MiB, and 0.270 where that takes 0.225 at K = 1536, of 18 MiB; in its _2.json, of 2, 0.108
-and 0.126 at K = 2048, of 16 MiB. Four copies take up to 1.2 % less than two, but there 8 % more."""
+and 0.126 at K = 2048, of 16 MiB. Four copies take up to 1.2 % less than two, but there 8 % more. In
+matmul_reduce_scatter_tried_2.json, of 2, copying takes 0.106 ms where storing takes 0.116 at K = 4096, of parts of
+8 MiB, and 0.317 where that takes 0.329 at K = 14336; of parts of 4 MiB it takes a tenth longer."""
 TRIED_COPIES = (1, 2, 4)
 """Candidates for `copies`."""
 
@@ -41,7 +44,8 @@ ANNOUNCED = 14e-6
 # ------------------------------------------------------------------------------------------------------------ the rule
 def copies_of(m: int, N: int, K: int, size: int) -> int:
     """Copies that a part (m, N), 16 bits an element, of the product of (size * m, K) and (K, N) goes in; 0: none."""
-    return COPIES if size > 1 and K >= COPIED_K and 2 * m * N >= COPIED_BYTES else 0
+    least = COPIED_BYTES if K < 2 * COPIED_K else COPIED_BYTES // 2
+    return COPIES if size > 1 and K >= COPIED_K and 2 * m * N >= least else 0
 
 
 def settled(

@@ -305,7 +305,7 @@ class CopiedGather(Gather):
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
-        if world.torch_device.type == "cuda":
+        if world.torch_device.type == "cuda" and world.size > 1:
             self.options |= {"mode": "gluon", "num_comm_sms": 0, "push_rows": 3, "chunk": 64}
 
 
@@ -317,7 +317,7 @@ class CopiedScatter(Scatter):
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
-        if world.torch_device.type == "cuda":
+        if world.torch_device.type == "cuda" and world.size > 1:
             self.options |= {"mode": "gluon", "copies": 2}
 
 

@@ -114,8 +114,8 @@ class Siblings:
 
     def lay(self) -> None:
         """Put the weights below each other, where they can be."""
-        held: list[Any] = [linear._parameters["weight"] for linear in self.linears]
-        parts = [one._local_tensor if is_dtensor(one) else one for one in held]
+        held = [linear._parameters["weight"] for linear in self.linears]
+        parts = [_memory(linear) for linear in self.linears]
         if self.lie and are_below(parts):
             return
         self.lie = len({id(one) for one in held}) == len(held) > 1 and _are_alike(held, parts)
@@ -130,12 +130,12 @@ class Siblings:
 
     def product(self, linear: Any, given: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         """What the Linear computes of x. given: what it was called with. dim: that is split, see `multiplied`."""
-        known, again = _state(x), True
-        if self.given is None or self.given[0] is not given or self.given[1] != known:
+        again = self.given is not None and self.given[0] is given and self.given[1] == self._state(x)
+        if not again:
             self.forget()
-            again = False
-            if known is not None and len(self.linears) > 1 and any(one is linear for one in self.linears):
-                self.given, self.ahead = (given, known), list(zip(self.linears, self._products(linear.keep, x, dim)))
+            state = self._state(x)  # of the Linears that are left
+            if state is not None and len(self.linears) > 1 and any(one is linear for one in self.linears):
+                self.given, self.ahead = (given, state), list(zip(self.linears, self._products(linear.keep, x, dim)))
         if torch.compiler.is_compiling():
             torch.ops.pkt.check_unwritten(x, again)
         for one, y in self.ahead:
@@ -144,6 +144,18 @@ class Siblings:
                 self.given = self.given if self.ahead else None
                 return y
         return multiplied(x, linear.local("weight"), linear.local("bias"), dim, linear.keep, linear.world)
+
+    def _state(self, x: torch.Tensor) -> tuple[Any, ...] | None:
+        """What differs where a result of x, computed ahead, is not what its Linear would compute now; None where torch
+        does not tell of writes."""
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        if torch.compiler.is_compiling():
+            return modes  # see _check_unwritten
+        read = [x, *[_memory(linear) for linear in self.linears]]
+        if any(tensor.is_inference() for tensor in read):
+            return None
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        return *modes, stream, *[tensor._version for tensor in read]
 
     def forget(self) -> None:
         """The input was given to all Linears that take it. Those that did not are not expected again."""
@@ -190,6 +202,12 @@ def group(linears: Iterable[Any]) -> None:
             one.siblings = siblings
 
 
+def _memory(linear: Any) -> torch.Tensor:
+    """The tensor that has the elements of this rank's part of the weight."""
+    weight = linear._parameters["weight"]
+    return weight._local_tensor if is_dtensor(weight) else weight
+
+
 def _are_alike(held: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:
     """Whether parameters, of which `parts` are this rank's, can lie below each other."""
     plain = all(isinstance(one, nn.Parameter) for one in held) and all(type(p) in _PLAIN for p in parts)
@@ -202,12 +220,3 @@ def _are_alike(held: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:
             for p in parts
         )
     )
-
-
-def _state(x: torch.Tensor) -> tuple[int, int] | None:
-    """What changes with the elements of x, and the stream that computes; None where a write to x cannot be seen."""
-    if torch.compiler.is_compiling():
-        return 0, 0  # see _check_unwritten
-    if x.is_inference():
-        return None
-    return x._version, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

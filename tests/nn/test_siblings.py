@@ -194,6 +194,42 @@ def test_an_input_that_is_written_to(products: list[tuple[int, ...]]) -> None:
     on_ranks(1, run)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_another_mode(compiles: bool) -> None:
+    """q is computed without a gradient, or in bf16; k and v are not."""
+
+    class Mixed(Heads):
+        def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
+            with torch.no_grad():
+                q = self.q(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                k = self.k(x)
+            v = self.v(x)
+            assert (k.dtype, v.dtype) == (torch.bfloat16, torch.float32)
+            return q * torch.cat([k.float(), v], -1).repeat(1, 2)
+
+    def run(world: Any) -> None:
+        torch.manual_seed(0)
+        one = split(world, Mixed())
+        call = compiled(one, []) if compiles else one
+        for _ in range(2):
+            call(drawn(4, 8)).sum().backward()
+        assert [each.weight.grad is None for each in (one.q, one.k, one.v)] == [True, False, False]
+
+    on_ranks(1, run)
+
+
+def test_weights_that_change_before_a_result_is_taken() -> None:
+    def run(world: Any) -> None:
+        one, x = split(world, heads()), drawn(4, 8)
+        one.q(x)
+        with torch.no_grad():
+            one.k.weight.add_(1)
+        near(one.k(x).detach(), functional.linear(x.double(), one.k.weight.double(), one.k.bias.double()).detach())
+
+    on_ranks(1, run)
+
+
 def test_another_input(products: list[tuple[int, ...]]) -> None:
     """Of k and v: q is not expected to take theirs again, nor they q's."""
 

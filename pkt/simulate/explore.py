@@ -308,7 +308,9 @@ def _alone(outcome: Outcome) -> Exception | None:
     """The failure of a run with a fault, without the frames of its traceback, as another process would send it. They
     hold the run's heap, and a report of hundreds of faults would hold as many heaps."""
     error: BaseException | None = outcome.error
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error may be its own cause
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     return outcome.failure

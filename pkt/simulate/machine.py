@@ -224,7 +224,7 @@ class Machine:
         except Exception as error:
             if self.trial is not None:
                 raise standstill.ended_trial(self) from error
-            raise self._failed(task, error) from error
+            raise self._failed(task, error)  # noqa: B904 (an error of pkt's would become its own cause)
         finally:
             self.current = None
             if guard is not None:

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import pkt
 import pkt.language as pl
-from pkt.errors import PeerLost, ShapeError
+from pkt.errors import PeerLost, PktError, RankFailed, ShapeError
 from pkt.simulate.command import main
-from pkt.simulate.explore import Report, simulate
+from pkt.simulate.explore import Report, _alone, simulate
 from pkt.simulate.faults import Faults, Loss, Mutant
 from pkt.simulate.findings import DataRace, Deadlock
 from pkt.simulate.machine import Machine
@@ -181,6 +181,29 @@ def test_a_report_holds_no_heap_of_a_caught_fault() -> None:
     assert len(report.signals) > 1
     assert len(report.losses) == 2
     assert not any(world() is not None for world in held)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [ValueError, PktError])
+def test_a_fault_may_show_as_an_error_that_is_its_own_cause(kind: type[Exception]) -> None:
+    """`raise error from error` makes one."""
+
+    def main(world: Any) -> None:
+        exchange_main(world)
+        error = kind("wrong")
+        raise error from error
+
+    found = _alone(outcome(main, 2))
+    assert isinstance(found, RankFailed if kind is ValueError else PktError)
+
+
+def test_an_error_of_pkt_in_a_rank_is_not_made_its_own_cause() -> None:
+    def main(world: Any) -> None:
+        raise PktError("wrong")
+
+    found = outcome(main, 2).error
+    assert isinstance(found, PktError)
+    assert found.__cause__ is None
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -13,6 +13,8 @@ Where the code counts, too:
   and reads the signature of a function at each call. Here each is done once.
 - It makes a constant of each index on the way to a value in a tuple, and functions that refer to themselves, which
   leave their arguments to the garbage collector. Here it does neither.
+- It copies the target of `a += b` with all that it refers to. The nodes of Python's trees share an object, and where
+  IPython has shown a traceback that refers to a tree of a whole file. Here it copies the target alone.
 
 All leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
 """
@@ -20,6 +22,7 @@ All leave the verdict as it is. They rely on Triton's internals, so they are ena
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import math
 import warnings
@@ -159,6 +162,7 @@ def quicker(*more: tuple[Any, str, Any]) -> Iterator[None]:
     parse_anew, scope_anew = JITCallable.parse, JITCallable.get_capture_scope
     scopes: dict[int, dict[str, Any]] = {}
     changed = [
+        (code_generator, "copy", _Copy),
         (code_generator, "inspect", _Inspect),
         (code_generator, "warnings", _Warnings),
         (code_generator, "find_paths_if", _find_paths_if),
@@ -202,6 +206,12 @@ class _Declared:
             self.prototype.ret_types = result.types if isinstance(result, core.tuple_type) else [result]
         function = self.prototype.serialize(builder)
         self.module.push_back(builder.get_or_insert_function(self.module, self.name, function, "private", False))
+
+
+class _Copy:
+    """The function of `copy` that the code generator uses, to change the context of a node."""
+
+    deepcopy = staticmethod(copy.copy)
 
 
 class _Warnings:

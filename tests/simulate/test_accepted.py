@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import inspect
@@ -318,6 +319,20 @@ def test_quicker_code_is_tritons_code(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(code_generator, "ast_to_ttir", code_generator.ast_to_ttir.__wrapped__)
     assert texts("whole") == quick
     assert (len(made) > 2 * skipped_by) == triton.__version__.startswith(skipped.CHECKED), "it was not quicker"
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(skipped.CHECKED), reason="this release's own code generator")
+def test_a_tree_that_nodes_refer_to_is_not_copied(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes of Python's trees that are stored to have one object in common, to which IPython gives a parent."""
+
+    class Parent:
+        def __deepcopy__(self, _: Any) -> Any:
+            pytest.fail("copied")
+
+    store = ast.parse("a = 1").body[0].targets[0].ctx
+    monkeypatch.setattr(store, "parent", Parent(), raising=False)
+    run(loops, (1,), torch.zeros(3, dtype=torch.int32), 3, "nowhere")
+    assert len(asked) == 1
 
 
 def test_values_in_tuples_are_found_as_triton_finds_them() -> None:

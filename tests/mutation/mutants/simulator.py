@@ -3,7 +3,9 @@
 from tests.mutation.mutant import SIMULATE, Mutant, of
 
 MUTANTS: tuple[Mutant, ...] = (
-    *of(SIMULATE + "skipped.py", "tests/simulate/test_accepted.py -k 'in_tuples or quicker'",
+    *of(SIMULATE + "skipped.py", "tests/simulate/test_accepted.py -k 'in_tuples or quicker or tree'",
+        ("the target of a += b is copied with all that it refers to", "staticmethod(copy.copy)",
+         "staticmethod(copy.deepcopy)"),
         ("the way to a value begins anew in each tuple", "path = (*to, at)", "path = (at,)"),
         ("the outermost tuple gets a value that belongs into another",
          "_get_iterable_path(values, path[:-1])._setitem(", "values._setitem("),

@@ -13,8 +13,8 @@ Where the code counts, too:
   and reads the signature of a function at each call. Here each is done once.
 - It makes a constant of each index on the way to a value in a tuple, and functions that refer to themselves, which
   leave their arguments to the garbage collector. Here it does neither.
-- It copies the target of `a += b` with all that it refers to. The nodes of Python's trees share an object, and where
-  IPython has shown a traceback that refers to a tree of a whole file. Here it copies the target alone.
+- It copies the target of `a += b` with all that it refers to. Once IPython has shown a traceback, that is the tree of a
+  whole file. Here it copies the target alone.
 
 All leave the verdict as it is. They rely on Triton's internals, so they are enabled only for checked releases.
 """

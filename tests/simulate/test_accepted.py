@@ -323,7 +323,7 @@ def test_quicker_code_is_tritons_code(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.skipif(not triton.__version__.startswith(skipped.CHECKED), reason="this release's own code generator")
 def test_a_tree_that_nodes_refer_to_is_not_copied(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes of Python's trees that are stored to have one object in common, to which IPython gives a parent."""
+    """Python's parser gives the same object to the target of every assignment. IPython writes a tree into it."""
 
     class Parent:
         def __deepcopy__(self, _: Any) -> Any:

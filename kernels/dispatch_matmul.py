@@ -371,7 +371,7 @@ def _backward(call: Recorded) -> Gradients:
 
 def routes(call: Recorded) -> Any:
     """As much of a `Dispatched` as combine reads."""
-    return SimpleNamespace(tokens=call["tokens"], places=call["places"], weights=None)
+    return SimpleNamespace(weights=None, **{name: call[name] for name in ("tokens", "places", "source")})
 
 
 def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
@@ -410,7 +410,7 @@ OPERATOR = Operator(
         _backward,
         "`combine` of the product's gradient times w transposed, and `grouped_outer`",
         saves={
-            "x": ("tokens", "places", "offsets", "w"), "w": ("out", "offsets"),
+            "x": ("tokens", "places", "source", "offsets", "w"), "w": ("out", "offsets"),
             "topk_weights": ("tokens", "places", "source"),
         },
     ),

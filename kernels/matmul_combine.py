@@ -35,7 +35,7 @@ from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, maki
 from .dispatch import Dispatched, rules
 from .dispatch.arrivals import firsts
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
-from .dispatch.result import check_promise
+from .dispatch.result import check_promise, flat
 from .dispatch_matmul import check_weights, product_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
@@ -285,9 +285,7 @@ def matmul_combine(
     CollectiveMismatch.
     """
     tokens, places, weights, source, offsets = OPERATOR.handle("dispatched", dispatched, world)
-    if isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided:
-        source = source.flatten()
-    handle = tokens, places, weights, source, offsets
+    handle = tokens, places, weights, flat(source), offsets
     return OPERATOR((x, w, *handle, out), (mode, tiles, tokens_per_rank), world)
 
 
@@ -367,7 +365,8 @@ def _shape(call: Call) -> Shape:
 
 def _backward(call: Recorded) -> Gradients:
     offsets, weights, world = call["dispatched.offsets"], call["dispatched.weights"], call.world
-    handle = SimpleNamespace(tokens=call["dispatched.tokens"], places=call["dispatched.places"], weights=weights)
+    handle = SimpleNamespace(**{name: call[f"dispatched.{name}"] for name in ("tokens", "places", "source")})
+    handle.weights = weights
     if weights is None:
         handle.weights = torch.ones(call.shape("x")[0], dtype=torch.float32, device=call.grad.device)
     y = None
@@ -389,7 +388,7 @@ def _some_offsets(shape: Shape, generator: torch.Generator, call: Call) -> torch
     return inner.int()
 
 
-_ROUTES = ("dispatched.tokens", "dispatched.places", "dispatched.weights", "dispatched.offsets")
+_ROUTES = tuple(f"dispatched.{name}" for name in ("tokens", "places", "weights", "source", "offsets"))
 INT32 = (torch.int32,)
 OPERATOR = Operator(
     matmul_combine,

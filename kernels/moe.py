@@ -90,7 +90,7 @@ def moe(
         if world.closed:
             raise Closed.used(rank, "moe")
     _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
-    if max_tokens is None and tokens_per_rank is None and world is not None and world.nodes > 1:
+    if max_tokens is None and tokens_per_rank is None:
         tokens_per_rank = max(1, topk_idx.shape[0])
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())

@@ -32,6 +32,7 @@ OTHERS = (
     "flash_decode",
     "all_reduce_rms_norm",
     "moe",
+    "dispatch",
     "ulysses_attention",
     "matmul_all_to_all",
     "all_to_all_matmul",

@@ -128,9 +128,11 @@ def _dispatch_differ() -> Mapping[str, tuple[Any, Any]]:
 
 
 def _combine() -> dict[str, Any]:
+    """With a routing in which no token goes anywhere."""
     return {
-        "y": torch.ones(5, 4), "dispatched.tokens": torch.zeros(7, 2, dtype=torch.int32),
-        "dispatched.places": torch.zeros(8, dtype=torch.int32), "dispatched.weights": torch.ones(5), "out": None,
+        "y": torch.ones(5, 4), "dispatched.tokens": torch.full((7, 2), -1, dtype=torch.int32),
+        "dispatched.places": torch.full((8,), -1, dtype=torch.int32), "dispatched.weights": torch.ones(5),
+        "dispatched.source": torch.zeros(5, 3, dtype=torch.int32), "out": None,
     }  # fmt: skip
 
 
@@ -159,11 +161,10 @@ def _combine_wrong() -> Bad:
         },
         "dispatched.source": {
             ShapeError: (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(14, dtype=torch.int32)),
-            DtypeError: (torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.int64)),
+            DtypeError: (None, torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.int64)),
         },
         "num_comm_sms": COUNT,
         "tokens_per_rank": {ShapeError: (0, -1, 3, *HUGE), DtypeError: NO_INTEGER},
-        "mode": {ShapeError: ("low_latency",)},  # which needs dispatched.source
     }
 
 
@@ -201,8 +202,8 @@ def _dispatch_matmul_differ() -> Mapping[str, tuple[Any, Any]]:
 def _matmul_combine() -> dict[str, Any]:
     """With a routing in which no token goes anywhere."""
     handle = {name: value for name, value in _again().items() if name.startswith("dispatched.")}
-    more = {"dispatched.source": torch.zeros(5, 3, dtype=torch.int32), "dispatched.offsets": int32(0, 2, 5)}
-    return {"x": torch.ones(5, 8), "w": torch.ones(2, 8, 4), **handle, **more, "out": None}
+    offsets = {"dispatched.offsets": int32(0, 2, 5)}
+    return {"x": torch.ones(5, 8), "w": torch.ones(2, 8, 4), **handle, **offsets, "out": None}
 
 
 def _matmul_combine_wrong() -> Bad:
@@ -272,13 +273,11 @@ def _scattered_wrong() -> Bad:
 def _again() -> dict[str, Any]:
     """With a routing in which no token goes anywhere."""
     handle = {name: value for name, value in _combine().items() if name.startswith("dispatched.")}
-    for name in ("dispatched.tokens", "dispatched.places"):
-        handle[name] = handle[name] - 1
     return {"x": torch.ones(4, 8), **handle, "y": None, "out": None}
 
 
 def _again_wrong() -> Bad:
-    parts = ("dispatched", "dispatched.tokens", "dispatched.places", "num_comm_sms")
+    parts = ("dispatched", "dispatched.tokens", "dispatched.places", "dispatched.source", "num_comm_sms")
     return {
         **{name: wrong for name, wrong in _combine_wrong().items() if name in parts},
         "x": {

@@ -24,7 +24,7 @@ from ..declaration import Call, Case, Form, Operand, Shape, integer
 from ..dispatch import Dispatched, rules
 from ..dispatch.examples import some_rows, some_slots, some_sources, some_weights
 from ..dispatch.gradients import OF_COMBINE
-from ..dispatch.result import check_promise
+from ..dispatch.result import check_promise, flat
 from ..operator import Operator
 from ..shared import nodes
 from ..shared.checks import FLOATS
@@ -62,15 +62,13 @@ def combine(
     2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
-    if isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided:
-        source = source.flatten()
-    return OPERATOR((y, *handle, source, out), (mode, num_comm_sms, tokens_per_rank), world)
+    return OPERATOR((y, *handle, flat(source), out), (mode, num_comm_sms, tokens_per_rank), world)
 
 
 # -------------------------------------------------------------------------------------------------------- declaration
 def default(call: Call) -> str:
     """The form with the least predicted time, or the one that takes what was given."""
-    if "num_comm_sms" in call.given or call.tensors["dispatched.source"] is None:
+    if "num_comm_sms" in call.given:
         return "pull"
     tokens = call.given.get("tokens_per_rank")
     return rules.chosen("combine", tokens, call["h"] * call.dtype.itemsize, call["k"], call.world.size)
@@ -80,14 +78,12 @@ def _shape(call: Call) -> Shape:
     few = call.asked == "low_latency"
     room = tokens_at_most(call) if few or call.world.nodes > 1 else call.given.get("tokens_per_rank")
     check_promise(call, "dispatched.places", room)
-    if few and call.tensors.get("dispatched.source") is None:
-        raise call.refuse("dispatched.source", None, "what `dispatch` has returned, or another mode")
     return call.sizes["t"], call["h"]
 
 
 INT32 = (torch.int32,)
 FEW = {"r": 14, "h": 4, "s": 7, "k": 2, "t": 4}
-GIVEN = {"given": ("dispatched.weights", "dispatched.source")}
+GIVEN = {"given": ("dispatched.weights",)}
 OPERATOR = Operator(
     combine,
     tensors={
@@ -95,7 +91,7 @@ OPERATOR = Operator(
         "dispatched.tokens": Operand("s k", INT32, make=some_rows),
         "dispatched.places": Operand("W*t", INT32, make=some_slots),
         "dispatched.weights": Operand("r", (torch.float32,), optional=True, make=some_weights),
-        "dispatched.source": Operand("3*r", INT32, optional=True, make=some_sources),
+        "dispatched.source": Operand("3*r", INT32, make=some_sources),
     },
     result=_shape,
     settings={"num_comm_sms": integer(least=1), "tokens_per_rank": integer(least=1)},

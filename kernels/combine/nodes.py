@@ -57,8 +57,8 @@ def nodes_kernel(
         note, target = rails.note(r.leaving, to, 0, world, r), rails.note(r.notes, node, 0, world, r)
         nbytes, asked = rails.note_bytes(note, r), r.arrived + node * programs + pid
         pl.put_signal(asked, to * r.NEAR + local, world, dst=target, src=note, nbytes=nbytes)
-    for chunk in range(pid, tl.cdiv(p.S, p.CHUNK), programs):
-        pull.add_chunk(y_ptr, tokens_ptr, weights_ptr, m.sums, chunk, p)
+    for piece in range(pid, tl.cdiv(p.S, p.PIECE), programs):
+        pull.add_piece(y_ptr, tokens_ptr, weights_ptr, m.sums, piece, p)
     nodes.signal_node(m.ready, world, r.NEAR)  # publish my sums
     pl.signal(m.ready, world.rank, world)
     pl.wait(m.ready, launch * programs * r.NEAR, world)
@@ -76,7 +76,7 @@ def nodes_kernel(
 
 @triton.jit
 def _of_node(total, slots, cols, m, r, p, world):
-    """total (LOADED, COLS) and the sums of my node's ranks in `slots` (LOADED, NEAR2), in the order of the ranks."""
+    """total (ROWS, COLS) and the sums of my node's ranks in `slots` (ROWS, NEAR2), in the order of the ranks."""
     node, _ = rails.place(world, r)
     ranks = tl.arange(0, r.NEAR2)[None, :]
     for j in tl.static_range(r.NEAR):
@@ -92,13 +92,13 @@ def _send(origin, m, r, p, world):
     node, local = rails.place(world, r)
     note = rails.note(r.notes, origin, 0, world, r)
     source = rails.line(m.leaving, origin, 0, p.H, world, r)
-    for start in range(0, tl.load(note), p.LOADED):
-        i = start + tl.arange(0, p.LOADED)[:, None]
+    for start in range(0, tl.load(note), p.ROWS):
+        i = start + tl.arange(0, p.ROWS)[:, None]
         slots = rails.slots(note, i, r)
         somewhere = tl.max(slots, 1)[:, None] >= 0
         for col in range(0, p.H, p.COLS):
             cols = col + tl.arange(0, p.COLS)[None, :]
-            total = _of_node(tl.zeros((p.LOADED, p.COLS), tl.float32), slots, cols, m, r, p, world)
+            total = _of_node(tl.zeros((p.ROWS, p.COLS), tl.float32), slots, cols, m, r, p, world)
             at = source + tl.cast(i, tl.int64) * p.H + cols
             tl.store(at, total.to(source.dtype.element_ty), mask=somewhere & (cols < p.H))
     tl.debug_barrier()  # one thread sends what the others have stored
@@ -113,13 +113,13 @@ def _collect(places_ptr, out_ptr, first, last, m, r, p, world):
     """Add the nodes' sums of my tokens [first, last)."""
     node, _ = rails.place(world, r)
     ranks = tl.arange(0, r.NEAR2)[None, :]
-    for start in range(first, last, p.LOADED):
-        t = start + tl.arange(0, p.LOADED)[:, None]
+    for start in range(first, last, p.ROWS):
+        t = start + tl.arange(0, p.ROWS)[:, None]
         places = places_ptr + tl.cast(t, tl.int64) * world.size + ranks
         inside = (t < last) & (ranks < r.NEAR)
         for col in range(0, p.H, p.COLS):
             cols = col + tl.arange(0, p.COLS)[None, :]
-            total = tl.zeros((p.LOADED, p.COLS), tl.float32)
+            total = tl.zeros((p.ROWS, p.COLS), tl.float32)
             for k in range(world.size // r.NEAR):
                 slots = tl.load(places + k * r.NEAR, mask=inside, other=-1)
                 if k == node:

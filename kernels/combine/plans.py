@@ -12,20 +12,22 @@ from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 
 from ..declaration import Call, Launch
+from ..dispatch import rules
 from ..dispatch.arguments import Words
 from ..dispatch.plans import THREADS, parts_of, words_of
-from ..dispatch.rules import COLLECTORS
+from ..dispatch.result import chunk_of, slots_filled
 from ..shared import flagged, rails
 from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
 from . import nodes
 from .low_latency import Few, low_latency_kernel
 from .pull import Size, combine_kernel
 
-TILE_BYTES = 16384
-"""What a program of `pull` loads at a time: with a flight of 1.3 us, so much fills the links."""
-MOST_CHUNK, MOST_GROUP = 16, 8
-"""Slots between two signals, and chunks that share a counter, at most: small chunks keep all programs busy, and few
-counters take less time to look at."""
+MOST_COLS, TOGETHER = 8192, 4
+"""Columns of tokens that a program of `pull` adds at a time, at most, and rows of each that it loads together."""
+MOST_PIECE = 16
+"""Slots between two signals at most."""
+PIECES = 512
+"""Pieces of the tokens of each rank, if they are small enough: so many keep all programs busy up to the end."""
 LEAST_ROOM = 64
 """Tokens of a rank for which `low_latency` has room at least, where the caller promises nothing."""
 LOOK = 64
@@ -33,16 +35,18 @@ LOOK = 64
 
 
 def plan_pull(call: Call) -> Launch:
-    """A grid, buffers and counters of pull."""
-    world, (_, H), slots = call.world, call["y"].shape, call.sizes["s"]
+    """A grid, buffers and signals of pull."""
+    world, (_, H) = call.world, call["y"].shape
+    slots = slots_filled(call.sizes["s"], call.sizes["r"], world.size, call.given.get("tokens_per_rank"))
     programs = num_programs(world, world.num_sms)
-    sized = _sized(call, max(1, min(call["num_comm_sms"] or COLLECTORS, programs - 1)))
-    groups = triton.cdiv(triton.cdiv(slots, sized.CHUNK.value), sized.GROUP.value)
+    collectors = call["num_comm_sms"] or rules.collectors(call["k"], world.size, programs)
+    sized = _sized(call, slots, max(1, min(collectors, programs - 1)))
+    pieces = triton.cdiv(slots, sized.PIECE.value)
     sums, ready = world.keep(
-        ("combine", slots, H, call.dtype),
+        ("combine", slots, pieces, H, call.dtype),
         lambda: (
             empty(max(slots, 1), max(H, 1), dtype=call.dtype, name="combine.sums", world=world),
-            signals(max(world.size * groups, 1), name="combine.ready", world=world),
+            signals(max(world.size * pieces, 1), name="combine.ready", world=world),
         ),
     )
     start = cooperative_launch(world, combine_kernel, (programs,), **COPY_OPTIONS)
@@ -51,24 +55,20 @@ def plan_pull(call: Call) -> Launch:
     def launch(
         y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor
     ) -> torch.Tensor:  # fmt: skip
-        start(y, tokens, places, weights, out, sums, ready, bar, sized, world.device)
+        start(y, tokens, places, weights, source, out, sums, ready, bar, sized, world.device)
         return out
 
     return launch
 
 
-def _sized(call: Call, collectors: int) -> Size:
-    (_, H), (slots, K) = call["y"].shape, call["dispatched.tokens"].shape
-    cols = min(1024, triton.next_power_of_2(max(H, 1)))
-    chunk = max(2, min(MOST_CHUNK, triton.next_power_of_2(slots // 256)))
-    chunks = triton.cdiv(slots, chunk)
-    group = max(1, min(MOST_GROUP, chunks // 4))
-    tile = max(1, TILE_BYTES // (cols * call.dtype.itemsize))
-    K2 = triton.next_power_of_2(max(K, 1))
-    rows = min(chunk, max(1, tile // 2 * 8 // max(K2, 8)))  # of K rows each, in registers
-    return Size(
-        call.sizes["t"], H, slots, *map(tl.constexpr, (K, K2, chunk, group, collectors, rows, min(chunk, tile), cols))
-    )
+def _sized(call: Call, slots: int, collectors: int) -> Size:
+    (R, H), K, size = call["y"].shape, call["k"], call.world.size
+    tile = 2 * rules.IN_FLIGHT // triton.next_power_of_2(max(size, 2)) // call.dtype.itemsize  # of each rank's sums
+    chunk, cols = chunk_of(R), min(MOST_COLS, tile, triton.next_power_of_2(max(H, 1)))
+    piece = min(chunk, MOST_PIECE, max(1, triton.next_power_of_2(slots // (size * PIECES))))
+    rows = max(1, min(piece, tile // cols))
+    constants = K, triton.next_power_of_2(max(K, 1)), chunk, piece, collectors, rows, cols, max(1, min(TOGETHER, K))
+    return Size(call.sizes["t"], H, slots, *map(tl.constexpr, constants))
 
 
 def plan_nodes(call: Call) -> Launch:
@@ -94,7 +94,7 @@ def plan_nodes(call: Call) -> Launch:
 
     memory = world.keep(("combine", "nodes", slots, H, most, call.dtype), make)
     start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
-    sized = _sized(call, 1)
+    sized = _sized(call, slots, 1)
 
     def launch(
         y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor

@@ -26,9 +26,9 @@ from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
 from . import nodes_again
 from .again import Buffers, Size, dispatch_again_kernel
-from .examples import some_rows, some_slots, some_weights
+from .examples import some_rows, some_slots, some_sources, some_weights
 from .gradients import OF_DISPATCH_AGAIN
-from .result import Dispatched, check_promise, chunk_of
+from .result import Dispatched, check_promise, chunk_of, flat
 
 
 def reference(
@@ -94,8 +94,8 @@ def dispatch_again(
     `dispatch` in a backward pass, too. Differentiable. Symmetric memory kept: push R tokens; nodes, on N of them,
     2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
-    handle = OPERATOR.handle("dispatched", dispatched, world)
-    return Again(*OPERATOR((x, *handle, y, out), (mode, num_comm_sms, tokens_per_rank), world))
+    *handle, source = OPERATOR.handle("dispatched", dispatched, world)
+    return Again(*OPERATOR((x, *handle, flat(source), y, out), (mode, num_comm_sms, tokens_per_rank), world))
 
 
 # -------------------------------------------------------------------------------------------------------------- host
@@ -145,8 +145,8 @@ def _plan(call: Call) -> Launch:
     bar = barrier_counters(world)
 
     def launch(
-        x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, y: Any, rows: torch.Tensor,
-        dots: torch.Tensor,
+        x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, y: Any,
+        rows: torch.Tensor, dots: torch.Tensor,
     ) -> Any:  # fmt: skip
         start(x, tokens, places, weights, y, rows, dots, bar, memory, sized, world.device)
         return rows, dots
@@ -175,9 +175,9 @@ def _plan_nodes(call: Call) -> Launch:
     memory = world.keep(("dispatch_again", "nodes", most, R, H, call.dtype), make)
     start = cooperative_launch(world, nodes_again.nodes_kernel, (programs,), **COPY_OPTIONS)
 
-    def launch(*tensors: Any) -> Any:
-        start(*tensors, *memory, sized, world.device)
-        return tensors[-2:]
+    def launch(x: Any, tokens: Any, places: Any, weights: Any, source: Any, *others: Any) -> Any:
+        start(x, tokens, places, weights, *others, *memory, sized, world.device)
+        return others[-2:]
 
     return launch
 
@@ -191,6 +191,7 @@ OPERATOR = Operator(
         "dispatched.tokens": Operand("s k", INT32, make=some_rows),
         "dispatched.places": Operand("W*t", INT32, make=some_slots),
         "dispatched.weights": Operand("r", (torch.float32,), make=some_weights),
+        "dispatched.source": Operand("3*r", INT32, make=some_sources),  # for the gradient, which is a `combine`
         "y": Operand("r h", optional=True),
     },
     result=_shape,

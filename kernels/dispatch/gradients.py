@@ -18,7 +18,7 @@ from ..shared.checks import FLOATS
 
 def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
     """As much of a `Dispatched` as the operators read, with these weights."""
-    return SimpleNamespace(tokens=call[f"{prefix}tokens"], places=call[f"{prefix}places"], weights=weights)
+    return SimpleNamespace(weights=weights, **{name: call[prefix + name] for name in ("tokens", "places", "source")})
 
 
 def _promised(call: Recorded) -> dict[str, int | None]:
@@ -71,11 +71,11 @@ def _of_dispatch_again(call: Recorded) -> Gradients:
     return found
 
 
-_ROUTES = ("dispatched.tokens", "dispatched.places")
+_ROUTES = ("dispatched.tokens", "dispatched.places", "dispatched.source")
 OF_DISPATCH = Backward(
     _of_dispatch,
     "`combine` of the gradients of rows and scales, and of the weights' gradients as rows of K numbers",
-    saves={"x": ("tokens", "places"), "scales": ("tokens", "places"), "topk_weights": ("tokens", "places", "source")},
+    saves=dict.fromkeys(("x", "scales", "topk_weights"), ("tokens", "places", "source")),
     refuses=_narrow,
 )
 OF_COMBINE = Backward(

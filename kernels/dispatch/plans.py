@@ -19,11 +19,9 @@ from . import nodes
 from .arguments import Buffers, Few, Result, Size, Words
 from .low_latency import low_latency_kernel
 from .push import dispatch_kernel
-from .result import chunk_of
-from .rules import SENDERS
+from .result import chunk_of, slots_filled
+from .rules import IN_FLIGHT, SENDERS
 
-TILE_BYTES = 16384
-"""Copied at a time."""
 THREADS = 256
 """Of a program in the low-latency form: a thread moves a word at a time."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
@@ -31,8 +29,8 @@ MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 
 
 def _buffers(call: Call, p: Size, programs: int) -> Buffers:
-    world, size, slots, n = call.world, call.world.size, p.S, p.EXPERTS.value
-    meta = 2 * p.K.value + 1 + p.G
+    world, size, n, meta = call.world, call.world.size, p.EXPERTS.value, 2 * p.K.value + 1 + p.G
+    slots = slots_filled(p.S, p.R, size, call.given.get("tokens_per_rank"))
 
     def int32(name: str, *shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32, name=f"dispatch.{name}", world=world)
@@ -45,10 +43,10 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
             signals(1 + slots // p.CHUNK.value, name="dispatch.ready", world=world),
             signals(1, name="dispatch.grid", world=world),
             int32("hist", programs, n), int32("sent", programs, size), int32("base", programs, n),
-            int32("order", size, slots),
+            int32("order", size, p.S),
         )  # fmt: skip
 
-    return world.keep(("dispatch", n, meta, slots, p.CHUNK.value, p.H, call.dtype), make)
+    return world.keep(("dispatch", n, meta, p.S, slots, p.CHUNK.value, p.H, call.dtype), make)
 
 
 def plan_push(call: Call) -> Launch:
@@ -86,7 +84,7 @@ def _sized(call: Call, senders: int) -> Size:
         T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
-            max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+            max(1, 64 // K2), min(chunk, max(1, IN_FLIGHT // (cols * call.dtype.itemsize))), cols,
             scales_of(call) > 0,
         )),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,18 @@ def slots_of(max_tokens: int, size: int) -> int:
     """Places in an inbox for max_tokens tokens, where each source begins a chunk."""
     chunk = chunk_of(max_tokens)
     return (triton.cdiv(max_tokens, chunk) + size) * chunk
+
+
+def slots_filled(slots: int, max_tokens: int, size: int, promised: int | None) -> int:
+    """How many of `slots` tokens can be in, if no rank has more than `promised` tokens; None promises nothing."""
+    chunk = chunk_of(max_tokens)
+    return slots if promised is None else min(slots, size * triton.cdiv(promised, chunk) * chunk)
+
+
+def flat(source: Any) -> Any:
+    """The source of a `Dispatched`, (R, 3), as operators take it: in one dimension."""
+    whole = isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided
+    return source.flatten() if whole else source
 
 
 def check_promise(call: Call, name: str, promised: int | None) -> None:

@@ -1,6 +1,6 @@
 """Which form of dispatch and combine is expected to be faster: predicted with the cost model, not measured.
 
-A low-latency form saves barriers, and moves a third more bytes. So it is for few tokens.
+A low-latency form saves barriers, moves a third more bytes, and takes longer for each token. So it is for few tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from pkt.model.gpu import H200, Gpu, link_rate
 
 from ..shared.flagged import MOST_RANKS
 
-SENDERS = 24
-"""Programs of `push` that send, by default: so many fill the links (see docs/facts.md), and the others memory."""
-COLLECTORS = 32
-"""Programs of combine's `pull` that load from the ranks, by default."""
-IN_FLIGHT = 16384
-"""Bytes that one of them moves at a time."""
+SENDERS = 32
+"""Programs of `push` that send, by default: so many fill the links, and the others memory."""
+IN_FLIGHT = 32768
+"""Bytes that a program moves at a time."""
+BESIDE: dict[tuple[str, str], tuple[float, float]] = {
+    ("dispatch", "push"): (45e-6, 5e-9), ("dispatch", "low_latency"): (10e-6, 130e-9),
+    ("combine", "pull"): (30e-6, 12e-9), ("combine", "low_latency"): (9e-6, 75e-9),
+}  # fmt: skip
+"""What a form takes beside the links' time, in seconds: at all, and for each token of a rank. Counts, waits, copies and
+sums, fitted to 2 H200 (`dispatch_2.json`)."""
 
 
 def leaving(tokens: int, choices: int, size: int) -> float:
@@ -24,25 +28,30 @@ def leaving(tokens: int, choices: int, size: int) -> float:
     return tokens * (size - 1) * (1 - (1 - 1 / size) ** choices)
 
 
+def collectors(choices: int, size: int, programs: int) -> int:
+    """Of the programs of combine's `pull`, how many collect sums by default: as many as their part of the rows that
+    are loaded and stored, if a token's experts are chosen at random."""
+    away = leaving(1, choices, size)
+    added, collected = choices * (size - 1) / size + away, choices / size + away + 1
+    return round(programs * collected / (added + collected))
+
+
 def predicted(operator: str, tokens: int, nbytes: int, choices: int, size: int, gpu: Gpu = H200) -> dict[str, Estimate]:
     """The parts of the time of each form of "dispatch" or "combine". tokens: of a rank; nbytes: of a token, or of a sum
-    that goes home; choices: experts of a token.
-
-    sync: `push` waits twice for all programs of a rank, which is counted as a signal's flight each, for the counts of
-    all ranks, and for a chunk of tokens. `pull` waits for all ranks, for a chunk of sums, and for what it asks for,
-    there and back. A low-latency form waits for words: one flight.
-    """
+    that goes home; choices: experts of a token. What BESIDE says counts as `sync`."""
     moved = leaving(tokens, choices, size) * nbytes
     peers = "one" if size == 2 else "all"
-    few = Estimate(0, 0, 0, 4 / 3 * moved / link_rate("register store", gpu.sms, peers=peers), sync=gpu.signal)
+    links = {"low_latency": 4 / 3 * moved / link_rate("register store", gpu.sms, peers=peers)}
     if operator == "dispatch":
-        rate = link_rate("register store", SENDERS, IN_FLIGHT, peers)
-        return {
-            "push": Estimate(0, 0, 0, moved / rate, sync=2 * gpu.signal + gpu.barrier + gpu.signal),
-            "low_latency": few,
-        }
-    rate = link_rate("register load", COLLECTORS, IN_FLIGHT)
-    return {"pull": Estimate(0, 0, 0, moved / rate, sync=gpu.barrier + 3 * gpu.signal), "low_latency": few}
+        links = {"push": moved / link_rate("register store", SENDERS, IN_FLIGHT, peers)} | links
+    else:
+        rate = link_rate("register load", collectors(choices, size, gpu.sms), IN_FLIGHT)
+        links = {"pull": moved / rate} | links
+    found = {}
+    for mode, seconds in links.items():
+        at_all, each = BESIDE[operator, mode]
+        found[mode] = Estimate(0, 0, 0, seconds, sync=at_all + each * tokens)
+    return found
 
 
 def chosen(operator: str, tokens: int | None, nbytes: int, choices: int, size: int) -> str:

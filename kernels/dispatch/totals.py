@@ -6,36 +6,40 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import ptx
 
 from . import choices
+
+PAIRS = tl.constexpr(256)
+"""Of token and expert, counted at a time: one for each thread."""
 
 
 @triton.jit
 def count(idx_ptr, m, p, world):
-    E: tl.constexpr = triton.next_power_of_2(p.EXPERTS)
+    """Count the tokens of this program's share: in hist its pairs by expert, in sent its tokens by rank."""
     W: tl.constexpr = triton.next_power_of_2(world.size)
-    FEW: tl.constexpr = max(1, min(p.TOKENS, 4096 // (E * p.K2)))
-    e = tl.arange(0, E)
-    ranks = tl.arange(0, W)
+    MANY: tl.constexpr = max(1, PAIRS // p.K2)
+    e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
     k = tl.arange(0, p.K2)[None, :]
-    pairs = tl.zeros((E,), tl.int32)
+    hist = m.hist + tl.program_id(0) * p.EXPERTS
+    tl.store(hist + e, tl.zeros_like(e), mask=e < p.EXPERTS)
+    ptx.cta_barrier()  # zeros stand there before anything is added
     tokens = tl.zeros((W,), tl.int32)
     first, last = choices.share(p)
-    for start in range(first, last, FEW):
-        t = start + tl.arange(0, FEW)[:, None]
+    for start in range(first, last, MANY):
+        t = start + tl.arange(0, MANY)[:, None]
         expert = choices.experts(idx_ptr, t, k, t < last, p)
-        pairs += tl.sum((tl.reshape(expert, (FEW * p.K2, 1)) == e[None, :]).to(tl.int32), 0)
+        tl.atomic_add(hist + expert, 1, mask=expert >= 0, sem="relaxed", scope="gpu")
         tokens += tl.sum(choices.goes(expert, p, world), 0)
-    pid = tl.program_id(0)
-    tl.store(m.hist + pid * p.EXPERTS + e, pairs, mask=e < p.EXPERTS)
-    tl.store(m.sent + pid * world.size + ranks, tokens, mask=ranks < world.size)
+    ranks = tl.arange(0, W)
+    tl.store(m.sent + tl.program_id(0) * world.size + ranks, tokens, mask=ranks < world.size)
 
 
 @triton.jit
 def before(ptr, n: tl.constexpr, below):
     """The sum of the first `below` rows of (programs, n) int32, which programs have stored."""
     N: tl.constexpr = triton.next_power_of_2(n)
-    HIGH: tl.constexpr = max(1, 4096 // N)
+    HIGH: tl.constexpr = max(1, 8192 // N)
     cols = tl.arange(0, N)[None, :]
     total = tl.zeros((N,), tl.int32)
     for start in range(0, below, HIGH):

@@ -22,8 +22,9 @@ from . import nodes
 from .low_latency import Few, low_latency_kernel
 from .pull import Size, combine_kernel
 
-MOST_COLS, TOGETHER = 8192, 4
-"""Columns of tokens that a program of `pull` adds at a time, at most, and rows of each that it loads together."""
+MOST_COLS, TOGETHER = 8192, 3
+"""Columns of tokens that a program of `pull` adds at a time, at most, and rows of each that it loads together: as many
+as registers hold."""
 MOST_PIECE = 16
 """Slots between two signals at most."""
 PIECES = 512
@@ -40,7 +41,8 @@ def plan_pull(call: Call) -> Launch:
     slots = slots_filled(call.sizes["s"], call.sizes["r"], world.size, call.given.get("tokens_per_rank"))
     programs = num_programs(world, world.num_sms)
     collectors = call["num_comm_sms"] or rules.collectors(call["k"], world.size, programs)
-    sized = _sized(call, slots, max(1, min(collectors, programs - 1)))
+    piece = max(1, triton.next_power_of_2(slots // (world.size * PIECES)))
+    sized = _sized(call, slots, piece, max(1, min(collectors, programs - 1)))
     pieces = triton.cdiv(slots, sized.PIECE.value)
     sums, ready = world.keep(
         ("combine", slots, pieces, H, call.dtype),
@@ -61,11 +63,11 @@ def plan_pull(call: Call) -> Launch:
     return launch
 
 
-def _sized(call: Call, slots: int, collectors: int) -> Size:
+def _sized(call: Call, slots: int, piece: int, collectors: int) -> Size:
     (R, H), K, size = call["y"].shape, call["k"], call.world.size
     tile = 2 * rules.IN_FLIGHT // triton.next_power_of_2(max(size, 2)) // call.dtype.itemsize  # of each rank's sums
     chunk, cols = chunk_of(R), min(MOST_COLS, tile, triton.next_power_of_2(max(H, 1)))
-    piece = min(chunk, MOST_PIECE, max(1, triton.next_power_of_2(slots // (size * PIECES))))
+    piece = min(chunk, MOST_PIECE, piece)
     rows = max(1, min(piece, tile // cols))
     constants = K, triton.next_power_of_2(max(K, 1)), chunk, piece, collectors, rows, cols, max(1, min(TOGETHER, K))
     return Size(call.sizes["t"], H, slots, *map(tl.constexpr, constants))
@@ -94,7 +96,7 @@ def plan_nodes(call: Call) -> Launch:
 
     memory = world.keep(("combine", "nodes", slots, H, most, call.dtype), make)
     start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
-    sized = _sized(call, slots, 1)
+    sized = _sized(call, slots, MOST_PIECE, 1)
 
     def launch(
         y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor

@@ -114,11 +114,13 @@ def _rows(tokens_ptr, slot, there, p):
     the most that one of them has."""
     k = tl.arange(0, p.K2)[None, :]
     rows = tl.load(tokens_ptr + tl.cast(slot, tl.int64) * p.K + k, mask=there & (k < p.K), other=-1)
-    place = tl.cumsum((rows >= 0).to(tl.int32), 1) - 1
+    some = (rows >= 0).to(tl.int32)
+    before = tl.arange(0, p.K2)[None, None, :] < k[:, :, None]
+    place = tl.sum(tl.where(before, some[:, None, :], 0), 2)  # not tl.cumsum, which some small blocks do not compile
     front = tl.full((p.ROWS, p.K2), -1, tl.int32)
     for i in tl.static_range(p.K):
         front = tl.where(k == i, tl.max(tl.where(place == i, rows, -1), 1)[:, None], front)
-    return front, tl.max(tl.max(place, 1), 0) + 1
+    return front, tl.max(tl.sum(some, 1), 0)
 
 
 @triton.jit

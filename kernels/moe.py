@@ -72,15 +72,16 @@ def moe(
     max_tokens: R, the rows for which every rank has room. None is for size * T * K, with which nothing overflows; then
     all ranks need the same T. If a rank would need more than R, its experts do nothing in this call: their part of each
     result is 0. tokens_per_rank: a promise, alike on all ranks, that no rank has more tokens; few tokens then travel by
-    the low-latency forms of `dispatch` and `combine`, and over nodes it bounds the memory that these keep; without
-    max_tokens it is T there. needed: int32 (2,) on the device, or None; the rows that this rank needed, and the rank,
+    the low-latency forms of `dispatch` and `combine`, and it bounds the memory that these keep; without max_tokens it
+    is T. needed: int32 (2,) on the device, or None; the rows that this rank needed, and the rank,
     are copied to it, so that the host can look later. The host waits for nothing, so a CUDA graph replays with other
     routing.
 
     Memory, in elements of x's dtype: R * (H + N + F + G) for the rows between the calls, each layer's as long as its
-    backward pass needs them. Symmetric memory that all layers of these sizes share: about R * (H + G), and for backward
-    passes R * G more, and R * H where H is not G. Differentiable in x, topk_weights, w1, w2 and shared, with the
-    gradients of the sum of all ranks' losses. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    backward pass needs them. Symmetric memory that all layers of these sizes share: about S * (H + G), and for backward
+    passes S * G more, and S * H where H is not G; S is R, or size * tokens_per_rank if that is less. Differentiable in
+    x, topk_weights, w1, w2 and shared, with the gradients of the sum of all ranks' losses. Raises ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
     if grouped_gradients.is_traced(x, topk_idx, topk_weights, w1, w2):
         size, rank, device = _place("" if world is None else world.name)

@@ -1,6 +1,6 @@
 """Combine: what the experts have made of a token's rows goes home, and is added there. The way back of `dispatch`.
 
-pull: one launch, see pull.py. A rank adds the rows of each token that it has, and the token's rank loads the sum.
+pull: one launch, see pull.py. A rank adds the rows that it has of another rank's token, and that rank loads the sum.
 low_latency: one launch without barriers, see low_latency.py. Sums go home in flagged words.
 nodes: the only form in a world of several nodes: one launch, see nodes.py. A node's ranks add their sums, and one sum a
     token goes home from each other node that has its experts: H * itemsize bytes over the network, and as many in the
@@ -54,12 +54,12 @@ def combine(
     tokens, alike on all ranks; low_latency keeps a place for each of them and each rank, or for R, 64 at least, where
     None. With it, mode None takes the form that kernels/dispatch/rules.py predicts to be faster, which is low_latency
     for few tokens; without it, pull. nodes keeps room as low_latency does. num_comm_sms: with pull only, programs that
-    load from the ranks, while the others add this rank's rows.
+    add up this rank's tokens, while the others add the rows of the other ranks' tokens.
 
-    Differentiable, also in the weights. Symmetric memory kept: pull as many tokens as y has rows, rounded up;
-    low_latency, in words of 4 / 3 of their bytes and rounded up to a power of two, 2 * size * tokens_per_rank
-    tokens, shared with the low-latency forms of the collectives; nodes, on N of them, the tokens of pull and
-    2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
+    Differentiable, also in the weights. Symmetric memory kept: pull as many tokens as y has rows, rounded up, or
+    size * tokens_per_rank if these are fewer; low_latency, in words of 4 / 3 of their bytes and rounded up to a power
+    of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives; nodes, on N of
+    them, as many tokens as y has rows and 2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
     return OPERATOR((y, *handle, flat(source), out), (mode, num_comm_sms, tokens_per_rank), world)
@@ -120,7 +120,17 @@ OPERATOR = Operator(
     most={"k": 16},
     always=True,
     cases=(
-        Case(FEW, arguments={"mode": "pull", **GIVEN}, ranks=2, out="given"),
+        Case(
+            FEW, arguments={"mode": "pull", **GIVEN}, ranks=2, out="given",
+            large={"r": 4096, "h": 7168, "s": 4096, "k": 8, "t": 2048},
+        ),
+        *(
+            Case(
+                {"r": 24, "h": 5, "s": 16, "k": k, "t": 5}, arguments={"mode": "pull"}, explore=False,
+                dtype=torch.bfloat16, large={"r": 16384, "h": h, "s": 16384, "k": k, "t": 4096},
+            )
+            for k, h in ((2, 6144), (4, 2880))
+        ),
         # Rank 0 waits for no sum of rank 1. Its third launch meets what its first has put for rank 1.
         Case(
             {"r": 7, "h": 2, "s": 7, "k": 1, "t": 2}, arguments={"mode": "low_latency", **GIVEN}, ranks=2, launches=3,

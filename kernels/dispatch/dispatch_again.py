@@ -28,7 +28,7 @@ from . import nodes_again
 from .again import Buffers, Size, dispatch_again_kernel
 from .examples import some_rows, some_slots, some_sources, some_weights
 from .gradients import OF_DISPATCH_AGAIN
-from .result import Dispatched, check_promise, chunk_of, flat
+from .result import Dispatched, check_promise, chunk_of, flat, slots_filled
 
 
 def reference(
@@ -86,13 +86,14 @@ def dispatch_again(
     `dispatch` has returned; with `dispatched._replace(weights=torch.ones_like(dispatched.weights))` rows are copied. y:
     (R, H) of x's dtype, or None. out: (R, H) of x's dtype for the rows; a new tensor where None. num_comm_sms: with
     push only, programs that send, while the others place what arrives. tokens_per_rank: a promise that no rank has more
-    tokens, alike on all ranks; over nodes each rank keeps places for so many, or for R, 64 at least, where None.
+    tokens, alike on all ranks, which bounds the memory kept; over nodes each rank keeps places for so many, or for R,
+    64 at least, where None.
     Returns `Again`: the rows, and in fp32 the product of each row of y with its token. The host waits for nothing, so a
     CUDA graph replays with other routing.
 
     This is the gradient of `combine`: of y the rows, of the weights the products. So it recomputes the rows of a
-    `dispatch` in a backward pass, too. Differentiable. Symmetric memory kept: push R tokens; nodes, on N of them,
-    2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
+    `dispatch` in a backward pass, too. Differentiable. Symmetric memory kept: push R tokens, or size * tokens_per_rank
+    if these are fewer; nodes, on N of them, 2 * N * tokens_per_rank. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
     return Again(*OPERATOR((x, *handle, flat(source), y, out), (mode, num_comm_sms, tokens_per_rank), world))
@@ -117,8 +118,8 @@ def _tokens_over_nodes(call: Call) -> int:
     return max(call.sizes["r"], LEAST_ROOM) if promised is None else promised
 
 
-def _sized(call: Call, senders: int) -> Size:
-    (T, H), (slots, K), R = call["x"].shape, call["dispatched.tokens"].shape, call.sizes["r"]
+def _sized(call: Call, slots: int, senders: int) -> Size:
+    (T, H), K, R = call["x"].shape, call["dispatched.tokens"].shape[1], call.sizes["r"]
     cols, chunk = min(1024, triton.next_power_of_2(max(H, 1))), chunk_of(R)
     rows = min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize)))
     K2 = triton.next_power_of_2(max(K, 1))
@@ -126,9 +127,10 @@ def _sized(call: Call, senders: int) -> Size:
 
 
 def _plan(call: Call) -> Launch:
-    world, H, slots, R = call.world, call.sizes["h"], call.sizes["s"], call.sizes["r"]
+    world, H, R = call.world, call.sizes["h"], call.sizes["r"]
     programs, chunk = num_programs(world, world.num_sms), chunk_of(R)
-    sized = _sized(call, max(1, min(call["num_comm_sms"] or SENDERS, programs - 1)))
+    slots = slots_filled(call.sizes["s"], R, world.size, call.given.get("tokens_per_rank"))
+    sized = _sized(call, slots, max(1, min(call["num_comm_sms"] or SENDERS, programs - 1)))
 
     def buffers() -> Buffers:
         shape, count = (max(slots, 1), max(H, 1)), triton.cdiv(max(slots, 1), chunk)
@@ -156,7 +158,8 @@ def _plan(call: Call) -> Launch:
 
 def _plan_nodes(call: Call) -> Launch:
     world, H, R = call.world, call.sizes["h"], call.sizes["r"]
-    programs, count, sized = num_programs(world, world.num_sms), world.nodes, _sized(call, 1)
+    programs, count = num_programs(world, world.num_sms), world.nodes
+    sized = _sized(call, call.sizes["s"], 1)
     most = _tokens_over_nodes(call)
 
     def int32(name: str, *shape: int) -> torch.Tensor:

@@ -22,9 +22,8 @@ def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
 
 
 def _promised(call: Recorded) -> dict[str, int | None]:
-    """Over nodes the promise of tokens, without which the backward pass would keep places for as many as there are
-    rows. Within a node it might choose another form."""
-    return {"tokens_per_rank": call["tokens_per_rank"]} if call.world.nodes > 1 else {}
+    """The promise of tokens, without which the backward pass would keep places for as many as there are rows."""
+    return {"tokens_per_rank": call["tokens_per_rank"]}
 
 
 def _of_dispatch(call: Recorded) -> Gradients:

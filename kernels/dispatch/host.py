@@ -79,10 +79,11 @@ def dispatch(
     `Dispatched.check` raises an error that says how many rows it needs. With the greatest T of any rank,
     size * T * K + E * (alignment - 1) rows are always enough.
 
-    Symmetric memory kept: push max_tokens tokens with their scales; low_latency, in words of 4 / 3 of their bytes and
-    rounded up to a power of two, 2 * size * tokens_per_rank of them, shared with the low-latency forms of the
-    collectives; nodes, on N of them, N * tokens_per_rank tokens with their pairs and scales. Differentiable in x,
-    topk_weights and scales, but in nothing if x is fp8. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    Symmetric memory kept: push max_tokens tokens with their scales, or size * tokens_per_rank if these are fewer;
+    low_latency, in words of 4 / 3 of their bytes and rounded up to a power of two, 2 * size * tokens_per_rank of them,
+    shared with the low-latency forms of the collectives; nodes, on N of them, N * tokens_per_rank tokens with their
+    pairs and scales. Differentiable in x, topk_weights and scales, but in nothing if x is fp8. Raises ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out, scales
     clear = torch.is_grad_enabled() if clear is None else clear

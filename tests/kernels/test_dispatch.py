@@ -163,6 +163,27 @@ def test_the_form_follows_from_a_promise_of_few_tokens() -> None:
     assert on_ranks(2, run, sms=2)[0] == [both, both, "kernels.flagged"]
 
 
+def test_a_promise_bounds_the_memory_that_push_and_pull_keep() -> None:
+    """5 tokens of a rank take 2 chunks of 4 slots for each source, so 16, and not as many as there are rows."""
+
+    def run(world: Any) -> None:
+        every = operands(2, "everywhere", (5,), 2, 4, 8)
+        mine = [one[world.rank] for one in every]
+        exact = module.reference(world.rank, *every, 4, 1100, 1)
+        homes = []
+        for promise in ({"tokens_per_rank": 5}, {}):
+            with world.scratch():
+                found = pkt.dispatch(*mine, 4, max_tokens=1100, mode="push", **promise)
+                same(found, exact)
+                homes.append(pkt.combine(found.rows, found, mode="pull", **promise))
+                shapes = {a.block.name: a.block.shape for a in world.heap.live.values()}
+                slots = 16 if promise else found.tokens.shape[0]
+                assert shapes["dispatch.inbox"] == shapes["combine.sums"] == (slots, 8)
+        assert torch.equal(*homes)
+
+    on_ranks(2, run, sms=3)
+
+
 def test_what_does_not_fit_is_refused_whole_and_said() -> None:
     """Rank 1 has no room for its rows: its counts are true, rank 0 is as if nothing had happened, and combine gives
     what rank 0's experts have."""

@@ -30,6 +30,7 @@ class Case:
     unchecked: frozenset[str] = frozenset()  # variants that compute something else: a part, with no communication
     optional: frozenset[str] = frozenset()  # variants that are left out if they raise Unsupported
     skipped: dict[str, str] = field(default_factory=dict)  # variant -> why it is left out at this size
+    fewer: dict[str, float] = field(default_factory=dict)  # variant -> bytes, where it sends fewer than `nbytes`
 
 
 def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:

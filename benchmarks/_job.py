@@ -36,7 +36,8 @@ def job(
     exact: list[torch.Tensor] = []
     rows = []
     for name in names:
-        row: dict[str, Any] = {"case": label, "variant": name, "bytes": case.nbytes, "flops": case.flops}
+        sent = case.fewer.get(name, case.nbytes)
+        row: dict[str, Any] = {"case": label, "variant": name, "bytes": sent, "flops": case.flops}
         if world.broadcast(time.time() > settings.end):
             row |= {"failed": "out of time", "skipped": True}
         else:

@@ -5,10 +5,9 @@
 
 "T = 4096" are the tokens of all ranks, of 7168 elements with 8 of 256 experts each, or as the case says. They choose at
 random, or "skewed" by Zipf's law. Nothing is multiplied between the two, so a token comes home as itself times its
-weights. Variants named "both" do so, and are checked. The others do one of the two: "dispatch" brings rows, which the
-low-latency form must bring alike, and "combine" adds them. The limit counts the bytes of both ways. "NCCL, both" sends
-a row for each pair of token and expert, sorted by experts on both sides, and waits on the host for the counts.
-"captured" is a replayed CUDA graph.
+weights. Variants named "both" do so, and are checked. The others do one of the two. "NCCL, both" sends a row for each
+pair of token and expert, sorted by experts on both sides, and waits on the host for the counts. "captured" is a
+replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: in
     runs: dict[str, Callable[[], torch.Tensor]] = {"pkt default, both": lambda: home(there(None), None)}
     handle = there("push")
     end = int(handle.offsets[-1])
-    alone: list[str] = []
     skipped: dict[str, str] = {}
     for to, back in FORMS:
         parts = {
@@ -85,18 +83,20 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: in
         if to == "low_latency" and T > MOST_FEW:
             skipped |= {f"{name}, captured": f"more than {MOST_FEW} tokens" for name in parts}
         runs |= parts
-        alone += [name for name in parts if "both" not in name]
     for name in [*runs]:
         runs[f"{name}, captured"] = captured(runs[name])
     if device.type == "cuda":
         runs["NCCL, both"] = lambda: _with_nccl(x, idx, weights, experts, size)
+    one_way = 2.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen)  # if experts are chosen at random
+    alone = {name: one_way for name in runs if "both" not in name}
     return Case(
-        nbytes=4.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen),  # if experts are chosen at random
+        nbytes=2 * one_way,
         variants=runs,
         exact=lambda: x.float() * weights.sum(1, keepdim=True),
         scaled=None,
-        unchecked=frozenset(f"{name}, captured" for name in alone if "dispatch" in name),
+        unchecked=frozenset(alone),
         skipped=skipped,
+        fewer=alone,
     )
 
 

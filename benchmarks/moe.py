@@ -95,8 +95,10 @@ def case(
     for name, layer in layers.items():
         runs[name] = _forwards(layer, (x, weights, w1, w2))
         runs[f"{name}, with gradients"] = _both_ways(layer, leaves)
+    one_way = 2.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen)  # if experts are chosen at random
     return Case(
-        nbytes=4.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen),  # if experts are chosen at random
+        nbytes=2 * one_way,
+        fewer=dict.fromkeys(ALONE[:2], 0.0) | dict.fromkeys(ALONE[2:], one_way),
         flops=6.0 * T * chosen * H * F / size,
         variants=runs,
         exact=exact,

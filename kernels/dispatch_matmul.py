@@ -258,7 +258,8 @@ def _plan_unfused(call: Call) -> Launch:
     nbytes = call["h"] * call.dtype.itemsize
     few = rules.chosen("dispatch", call["tokens_per_rank"], nbytes, call["k"], call.world.size) == "low_latency"
     move = (plan_low_latency if few else plan_push)(call)
-    multiply = product_of(call, call["out"], bool(call["clear"]))
+    # A rank's experts have as many rows as its tokens have experts, if tokens choose at random.
+    multiply = product_of(call, call["out"], bool(call["clear"]), call.sizes["t"] * call.sizes["k"])
 
     def launch(*tensors: Any) -> Any:
         x, idx, weights, w, *there, product = tensors
@@ -281,14 +282,16 @@ def _nobody(rank: int) -> Launch:
     return launch
 
 
-def product_of(call: Call, x: torch.Tensor, clear: bool) -> Callable[..., Any]:
-    """launch(x, w, offsets, out) of the product of rows like x and of w."""
+def product_of(call: Call, x: torch.Tensor, clear: bool, expected: int) -> Callable[..., Any]:
+    """launch(x, w, offsets, out) of the product of rows like x and of w. expected: how many rows experts have."""
     w, (M, K) = call["w"], x.shape
     if not M * w.shape[2]:
         return lambda x, w, offsets, out: out
     if not K:
         return lambda x, w, offsets, out: out.zero_()
-    return grouped.planned(call.world, x, w, stored(w)[1], call["tiles"], clear)
+    rows, transposed = stored(w)
+    tiles = call["tiles"] or grouped.default_tiles(min(M, expected), w.shape[0], call.dtype, aligned(x, rows))
+    return grouped.planned(call.world, x, w, transposed, tiles, clear)
 
 
 def _plan_push(call: Call) -> Launch:

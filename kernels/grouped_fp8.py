@@ -99,12 +99,13 @@ def spread(scales: torch.Tensor, *shape: int) -> torch.Tensor:
 
 def multiply(
     x: torch.Tensor, w: torch.Tensor, scales: Any, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
-    world: World, out: torch.Tensor | None,
+    expected: int | None, world: World, out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """What `grouped_matmul` says."""
     transposed = _check(x, w, scales, offsets, out, world)
     (M, K), (experts, _, N) = x.shape, w.shape
-    held = default_tiles(M, experts) if tiles is None else _tiles(tiles, world)
+    rows = M if expected is None else min(M, expected)
+    held = default_tiles(rows, experts) if tiles is None else _tiles(tiles, world)
     if out is None:
         out = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
     if not out.numel():

@@ -22,7 +22,7 @@ from . import traced
 from .shared.checks import FLOATS, check_tensor
 
 _run: dict[str, Callable[..., torch.Tensor]] = {}
-"""multiply(x, w, offsets, tiles, clear, world): the grouped product; clear: zeros in the rows of no expert.
+"""multiply(x, w, offsets, tiles, clear, expected, world): the grouped product; clear: zeros in the rows of no expert.
 outer(x, y, offsets, tiles, world)."""
 
 
@@ -57,10 +57,10 @@ def is_traced(*tensors: Any) -> bool:
 
 def multiply(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
-    world: World | None,
+    expected: int | None, world: World | None,
 ) -> torch.Tensor:  # fmt: skip
     """A grouped product in a graph."""
-    return _in_graph(_Multiply, torch.ops.pkt.grouped_matmul, (x, w, offsets), (tiles, clear), world)
+    return _in_graph(_Multiply, torch.ops.pkt.grouped_matmul, (x, w, offsets), (tiles, clear, expected), world)
 
 
 def outer(
@@ -77,9 +77,9 @@ def _in_graph(node: Any, op: Any, tensors: tuple[Any, ...], values: tuple[Any, .
 
 
 def _keep_multiply(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, offsets, _, _, world = inputs
+    x, w, offsets, _, _, expected, world = inputs
     ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, offsets)
-    ctx.world, ctx.swapped = world, not w.is_contiguous()
+    ctx.world, ctx.expected, ctx.swapped = world, expected, not w.is_contiguous()
 
 
 def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -87,12 +87,12 @@ def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grad, world = grad.contiguous(), world_named(ctx.world)
     dx = dw = None
     if w is not None:
-        dx = _launch("multiply")(grad, w.transpose(1, 2), offsets, None, True, world)
+        dx = _launch("multiply")(grad, w.transpose(1, 2), offsets, None, True, ctx.expected, world)
     if x is not None and ctx.swapped:
         dw = _launch("outer")(grad, x, offsets, None, world).transpose(1, 2)
     elif x is not None:
         dw = _launch("outer")(x, grad, offsets, None, world)
-    return dx, dw, None, None, None, None
+    return dx, dw, None, None, None, None, None
 
 
 def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -104,8 +104,8 @@ def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 def _outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, y, offsets = ctx.saved_tensors
     grad, world = grad.contiguous(), world_named(ctx.world)
-    dx = None if y is None else _launch("multiply")(y, grad.transpose(1, 2), offsets, None, True, world)
-    dy = None if x is None else _launch("multiply")(x, grad, offsets, None, True, world)
+    dx = None if y is None else _launch("multiply")(y, grad.transpose(1, 2), offsets, None, True, None, world)
+    dy = None if x is None else _launch("multiply")(x, grad, offsets, None, True, None, world)
     return dx, dy, None, None, None
 
 
@@ -147,7 +147,7 @@ def define(
 
 
 define(
-    "grouped_matmul", "Tensor x, Tensor w, Tensor offsets, int[]? tiles, bool clear",
+    "grouped_matmul", "Tensor x, Tensor w, Tensor offsets, int[]? tiles, bool clear, int? expected",
     lambda *inputs: _launch("multiply")(*inputs), lambda x, w, *_: (x.shape[0], w.shape[2]), _keep_multiply,
     _multiply_backward,
 )  # fmt: skip

@@ -25,7 +25,7 @@ from pkt.runtime.world import World
 
 from . import gradients, grouped_fp8, grouped_gradients
 from .agreement import world_of
-from .declaration import Call
+from .declaration import Call, integer
 from .grouped_fp8 import spread
 from .grouped_outer import clearing
 from .shared import products
@@ -98,6 +98,7 @@ def grouped_matmul(
     scales: grouped_fp8.Pair | None = None,
     clear: bool | None = None,
     tiles: Sequence[int] | None = None,
+    expected: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Each expert's rows of `x` times its matrix: out[i] = x[i] @ w[e] for offsets[e] <= i < offsets[e + 1]. Local.
@@ -107,8 +108,9 @@ def grouped_matmul(
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
     None. clear: whether rows that no expert has become zeros, as functions of torch after the product need; they are
     not written otherwise. None: they do where the result is new and gradients are enabled. tiles: (block_m, block_n,
-    block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by M /
-    experts and dtype. Sums are in fp32.
+    block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by the
+    dtype and the rows an expert. expected: how many rows all experts together have, as far as the host knows; tiles
+    follow from it, and the result does not depend on it. None: M. Sums are in fp32.
 
     scales: (scales of x, scales of w), fp32, for x and w of float8_e4m3fn: a value is an element times its scale. Of x
     they are (M, K / 128), of w (experts, K / 128, N / 128), rounded up, with any strides; a 1 in place of K / 128 or
@@ -123,13 +125,13 @@ def grouped_matmul(
     if out is not None and torch.compiler.is_dynamo_compiling():
         raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
     if scales is not None:
-        return _multiply_scaled(x, w, scales, offsets, tiles, clear, world, out)
-    return _multiply(x, w, offsets, tiles, clear, world, out)
+        return _multiply_scaled(x, w, scales, offsets, tiles, clear, expected, world, out)
+    return _multiply(x, w, offsets, tiles, clear, expected, world, out)
 
 
 def _multiply_scaled(
     x: torch.Tensor, w: torch.Tensor, scales: Any, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: Any,
-    world: World | None, out: torch.Tensor | None,
+    expected: int | None, world: World | None, out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     every = *(scales if isinstance(scales, (tuple, list)) else ()), x, w, offsets, out
     if grouped_gradients.is_traced(*every):
@@ -139,26 +141,26 @@ def _multiply_scaled(
         found = "found scales=, with which a product has no gradient, and a tensor that requires grad"
         remedy = "call it under torch.no_grad(), or with operands that are detached"
         raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
-    _check_plain(clear, world)
-    return grouped_fp8.multiply(x, w, scales, offsets, tiles, clear, world, out)
+    _check_plain(clear, expected, world)
+    return grouped_fp8.multiply(x, w, scales, offsets, tiles, clear, expected, world, out)
 
 
 def _multiply(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
-    world: World | None, out: torch.Tensor | None = None,
+    expected: int | None, world: World | None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """clear: rows that no expert has become zeros."""
     if grouped_gradients.is_traced(x, w, offsets):
-        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, expected, world)
     world = world_of("grouped_matmul", world, x, out)
-    _check_plain(clear, world)
+    _check_plain(clear, expected, world)
     transposed = _check(x, w, offsets, out, world)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
         if out is not None:
             found = "found out=, which autograd does not record, and a tensor that requires grad"
             remedy = "leave out= away, or call it under torch.no_grad(), or with operands that are detached"
             raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
-        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, expected, world)
     (M, K), N = x.shape, w.shape[2]
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -169,8 +171,10 @@ def _multiply(
     held = None
     if tiles is not None:
         held = products.tiles(Call("grouped_matmul", world, {}, {}, {}, None), "tiles", tiles)
-    rows = w.transpose(1, 2) if transposed else w
-    key = planned, x.shape, w.shape, x.dtype, transposed, aligned(x, rows), held, clear
+    tma = aligned(x, w.transpose(1, 2) if transposed else w)
+    if held is None:
+        held = default_tiles(M if expected is None else min(M, expected), w.shape[0], x.dtype, tma)
+    key = planned, x.shape, w.shape, x.dtype, transposed, tma, held, clear
     launch = world.plans.get(key)
     if launch is None:
         launch = world.plans[key] = planned(world, x, w, transposed, held, clear)
@@ -179,16 +183,15 @@ def _multiply(
 
 
 def planned(
-    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles | None, clear: bool
+    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles, clear: bool
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """launch(x, w, offsets, out), with no checks, for tensors like these, of which none is kept or empty."""
     (M, K), experts, N = x.shape, *w.shape[::2]
     tma = aligned(x, w.transpose(1, 2) if transposed else w)
-    held = default_tiles(M, experts, x.dtype, tma) if tiles is None else tiles
-    rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
-    grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
-    constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
-    start = beside_launch(world, grouped_matmul_kernel, (grid,), **held.launch_options())
+    rows_of_tiles = triton.cdiv(M, tiles.block_m) + experts - 1  # at most: each expert ends inside of a tile
+    grid = min(rows_of_tiles * triton.cdiv(N, tiles.block_n), world.num_sms * programs_each(tiles, x.dtype))
+    constants = triton.next_power_of_2(experts), tma, transposed, *tiles[:4]
+    start = beside_launch(world, grouped_matmul_kernel, (grid,), **tiles.launch_options())
     clear_rows = clearing(world, M, N, experts) if clear else None
 
     def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
@@ -230,13 +233,15 @@ def programs_each(tiles: Tiles, dtype: torch.dtype) -> int:
     return 2 if tiles.num_warps <= 4 and 2 * stages * stage + SPARE <= SHARED else 1
 
 
-def _check_plain(clear: Any, world: World) -> None:
-    """Raise Closed, or DtypeError unless `clear` is True or False."""
+def _check_plain(clear: Any, expected: Any, world: World) -> None:
+    """Raise Closed, and DtypeError or ShapeError unless `clear` is True or False, and `expected` a number of rows."""
     if world.closed:
         raise Closed.used(world.rank, "grouped_matmul")
     if not isinstance(clear, bool):
         found = f"{type(clear).__name__} {clear!r:.40}"
         raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
+    if expected is not None:
+        integer(least=0)(Call("grouped_matmul", world, {}, {}, {}, None), "expected", expected)
 
 
 def _check(

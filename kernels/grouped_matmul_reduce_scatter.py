@@ -138,7 +138,7 @@ def grouped_matmul_reduce_scatter(
 # --------------------------------------------------------------------------------------------------------------- host
 def _plan_unfused(call: Call) -> Launch:
     world, (S, K), N = call.world, call["gathered.tokens"].shape, call["n"]
-    multiply = product_of(call, call["x"], False)
+    multiply = product_of(call, call["x"], False, call["x"].shape[0])
     sums = world.keep(
         ("grouped_matmul_reduce_scatter", S, N, call.dtype),
         lambda: empty(S, N, dtype=call.dtype, name="grouped_matmul_reduce_scatter.sums", world=world),

@@ -299,7 +299,7 @@ def _plan_unfused(call: Call) -> Launch:
         return lambda *tensors: tensors[-1].zero_()
     world, R, nbytes = call.world, call.sizes["r"], call["n"] * call.dtype.itemsize
     few = rules.chosen("combine", call["tokens_per_rank"], nbytes, call["k"], world.size) == "low_latency"
-    multiply = product_of(call, call["x"], False)
+    multiply = product_of(call, call["x"], False, call.sizes["t"] * call["k"])
     call.settings["num_comm_sms"] = None
     call.tensors["y"] = torch.empty(R, call["n"], dtype=call.dtype, device="meta")
     collect = (plans.plan_low_latency if few else plans.plan_pull)(call)

@@ -101,10 +101,12 @@ def moe(
     )  # fmt: skip
     if needed is not None:
         needed.copy_(there.needed)
-    hidden = grouped_matmul(there.rows, w1, there.offsets, clear=False, world=world)
+    # A rank's experts have as many rows as its tokens have experts, if tokens choose at random.
+    expected = topk_idx.numel()
+    hidden = grouped_matmul(there.rows, w1, there.offsets, clear=False, expected=expected, world=world)
     if activation != "none":
         hidden = grouped_activation(hidden, there.offsets, activation, clear=False, world=world)
-    rows = grouped_matmul(hidden, w2, there.offsets, clear=False, world=world)
+    rows = grouped_matmul(hidden, w2, there.offsets, clear=False, expected=expected, world=world)
     out = combine(rows, there, tokens_per_rank=tokens_per_rank, world=world)
     return out if shared is None else out + finished(x @ shared[0], None, activation) @ shared[1]
 

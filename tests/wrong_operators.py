@@ -81,6 +81,7 @@ def _grouped_wrong() -> Bad:
             ),
             DtypeError: (16, "16", (16, 16, 2.5), {16: 16}, (16, 16, None)),
         },
+        "expected": {ShapeError: (-1, *HUGE), DtypeError: NO_INTEGER},
     }
 
 

@@ -103,7 +103,9 @@ def _plan_unfused(call: Call) -> Launch:
     gather = ALL_GATHER.planned(world, x, new(size * T)) if T * H else None
     multiply = None
     if R * E * H * N:
-        multiply = grouped.planned(world, new(R), w, stored(w)[1], call["tiles"], bool(call["clear"]))
+        some, (lies, transposed) = new(R), stored(w)
+        tiles = call["tiles"] or grouped.default_tiles(R, E, call.dtype, aligned(some, lies))
+        multiply = grouped.planned(world, some, w, transposed, tiles, bool(call["clear"]))
 
     def launch(
         x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, product: torch.Tensor, *others: Any

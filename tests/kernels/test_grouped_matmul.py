@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,23 @@ def right(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, **more: Any) 
         assert ((out[rows].double() - exact[rows]).abs() <= bound).all()
     assert (out[:first] == -7).all()
     assert (out[last:] == -7).all()
+
+
+def test_tiles_follow_from_the_rows_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x has room for all tokens of all ranks, and of an expert only a part is in use, forwards and backwards."""
+    module = importlib.import_module("pkt.kernels.grouped_matmul")
+    planned, found = module.planned, []
+
+    def run(world: Any) -> None:
+        x = random((400, 8), torch.bfloat16, 1).requires_grad_()
+        w, offsets = random((2, 8, 8), torch.bfloat16, 2), offsets_of(0, 20, 40)
+        results = [grouped_matmul(x, w, offsets, expected=rows) for rows in (None, 40, 400, 1000)]
+        assert all(torch.equal(result[:40], results[0][:40]) for result in results)
+        results[1].sum().backward()
+
+    monkeypatch.setattr(module, "planned", lambda *given: found.append(given[4]) or planned(*given))
+    on_ranks(1, run)
+    assert found == [module.TILES, module.FEW_ROWS_TILES, module.FEW_ROWS_TILES]  # of equal calls the plan is kept
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ def layer(
         "w1": [random((own, H, columns), dtype, r, 2) / H**0.5 for r in range(size)],
         "w2": [random((own, F, G), dtype, r, 3) / F**0.5 for r in range(size)],
     }
+
+
+def test_products_expect_the_rows_of_an_equal_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for all pairs of all ranks' tokens and experts, 24, and a rank gets a half of them on average."""
+    module, found = importlib.import_module("pkt.kernels.moe"), []
+
+    def run(world: Any) -> None:
+        every = layer(2, "random", (6,), 2, 3, 2 * F)
+        pkt.moe(*(ranks[world.rank] for ranks in every.values()))
+
+    product = module.grouped_matmul
+    monkeypatch.setattr(
+        module, "grouped_matmul", lambda *a, **b: found.append((len(a[0]), b["expected"])) or product(*a, **b)
+    )
+    on_ranks(2, run)
+    assert found == [(24, 12)] * 4
 
 
 LEAVES = ("x", "topk_weights", "w1", "w2")

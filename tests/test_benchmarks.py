@@ -164,7 +164,7 @@ def test_variants_take_turns_in_the_same_order_on_every_rank(monkeypatch: pytest
         turn = len(turns)
         return {"ms": [turn, 10.0 * turn], "host_us": 100.0 - turn, "eager_ms": float(turn)}
 
-    made = Case(0.0, variants, lambda: torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+    made = Case(8.0, variants, lambda: torch.ones(1), torch.ones(1), fewer={"b": 4.0})  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "turns", SimpleNamespace(case=lambda world: made))
     monkeypatch.setattr(_job, "prepare", lambda world: None)
     monkeypatch.setattr(_job, "timed", timed)
@@ -174,6 +174,7 @@ def test_variants_take_turns_in_the_same_order_on_every_rank(monkeypatch: pytest
     assert len(passes) == PASSES
     assert set(passes) == {("a", "b"), ("b", "a")}
     first, wrong, last = rows
+    assert (first["bytes"], last["bytes"]) == (8, 4)
     assert "ms" not in wrong
     assert first["runs"] == last["runs"] == 2 * PASSES
     of_a = [turn for turn, name in enumerate(turns, 1) if name == "a"]

@@ -9,6 +9,7 @@ import pytest
 
 from pkt.model.config import Config
 from pkt.runtime.workers import interrupts
+from pkt.runtime.workers.answers import Answers
 from pkt.runtime.workers.workers import Workers
 from pkt.tune import tune
 from tests.runtime.processes import OPENER
@@ -33,9 +34,14 @@ def pressed(rank, n):
     """Ctrl-C at the terminal while candidate 3 is measured."""
     if (rank, n) == (0, 3):
         os.kill(os.getppid(), signal.SIGINT)
-        end = time.monotonic() + 10
-        while not interrupts.Interrupts._lasting[0].asked and time.monotonic() < end:
-            time.sleep(0.005)
+        until_asked(rank, n)
+
+
+def until_asked(rank, n):
+    """Candidate 3 takes until Ctrl-C has come."""
+    end = time.monotonic() + 10
+    while (rank, n) == (0, 3) and not interrupts.Interrupts._lasting[0].asked and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def test_a_search_keeps_its_best_and_the_processes_stay(workers):
@@ -50,6 +56,27 @@ def test_a_search_keeps_its_best_and_the_processes_stay(workers):
     assert found.best == Config(n=3)
     assert [pid for _, pid, _ in results] == workers.pids
     assert [ignored for *_, ignored in results] == [True, True], "between searches a process ignores Ctrl-C"
+
+
+def test_ctrl_c_comes_while_the_parent_looks_at_its_processes(workers, monkeypatch):
+    """And not while it waits for them: it is passed on all the same."""
+    look, presses = Answers._find_stopped, []
+
+    def looked(self):
+        if not presses and any(interrupts.minded(process.pid) for process in self._processes):
+            presses.append(os.getpid())
+            os.kill(os.getpid(), signal.SIGINT)
+        look(self)
+
+    def main(world):
+        rough = partial(Rough, seconds=lambda n: 9.0 - n, then=until_asked)
+        return tune(anything, configs=candidates(8), model=lambda config, key: config["n"], timer=rough).interrupted
+
+    run(workers, lambda world: None)  # a process that begins has Python's handler
+    monkeypatch.setattr(Answers, "_find_stopped", looked)
+    assert run(workers, main) == [True, True]
+    assert presses == [os.getpid()]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_ends_other_work_and_its_processes(workers):

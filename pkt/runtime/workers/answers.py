@@ -7,10 +7,8 @@ import secrets
 import select
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pkt.runtime.processes.transport import process_state
@@ -52,7 +50,6 @@ class Answers:
         self._stopped: dict[int, float] = {}  # workers that were found stopped, and when first
         self._answers: dict[int, Answer] = {}
         self._last: float | None = None  # deadline of the others once a rank has failed
-        self._interrupted = False  # whether Ctrl-C was passed on
         self._poller = select.poll()
         for pipe, job in zip(pipes, jobs):
             pipe.sock.setblocking(False)
@@ -62,14 +59,19 @@ class Answers:
     def all(self) -> list[Answer]:
         """Every rank's answer, in rank order, each with the time of its arrival; "ended" in those of workers that
         cannot go on."""
-        with self._passing_on():
+        passed = False
+        with interrupts.Interrupts() as pressed:  # so that Ctrl-C is passed on whatever this process does when it comes
             while self._states:
                 try:
                     ready = self._poller.poll(max(0.0, self._wait()) * 1e3)
-                except KeyboardInterrupt:  # of another handler than `_passing_on` installs
-                    if not self._pass_on():
+                except KeyboardInterrupt:
+                    if pressed.asked:
                         raise
-                    continue
+                    pressed.asked, ready = True, []  # another handler took the signal
+                if pressed.asked and not passed:
+                    if not self._pass_on():
+                        raise KeyboardInterrupt
+                    passed = True
                 ends = {self._pipes[rank].fileno(): rank for rank in self._states}
                 for end, event in ready:
                     self._serve(ends[end], event)
@@ -78,6 +80,8 @@ class Answers:
                 if not ready:
                     self._find_stopped()
                     self._give_up_late()
+        if pressed.asked and not passed:
+            raise KeyboardInterrupt
         return [self._answers[rank] for rank in range(len(self._pipes))]
 
     def _limit(self, rank: int) -> tuple[float, str]:
@@ -174,35 +178,12 @@ class Answers:
         how = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
         return _ended(f"(pid {process.pid}) ended {how}")
 
-    @contextlib.contextmanager
-    def _passing_on(self) -> Iterator[None]:
-        """Ctrl-C is passed on wherever this process is when it comes, if it raises KeyboardInterrupt otherwise. Other
-        handlers stay, and so does Python's outside of the main thread."""
-
-        def interrupted(number: int, frame: FrameType | None) -> None:
-            if not self._pass_on():
-                raise KeyboardInterrupt
-
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, interrupted)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
     def _pass_on(self) -> bool:
-        """Pass a first Ctrl-C on to the workers whose work can be cut short; False if there is none, or it is not the
-        first."""
-        if self._interrupted:
-            return False
+        """Pass Ctrl-C on to the workers whose work can be cut short; False if there is none."""
         minding = [process for process in self._processes if interrupts.minded(process.pid)]
         for process in minding:
             process.send_signal(signal.SIGINT)
-        self._interrupted = bool(minding)
-        return self._interrupted
+        return bool(minding)
 
 
 def _ended(text: str) -> Answer:

@@ -360,7 +360,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("any message is taken for an answer", "        if number != self._number:", "        if False:"),
     ),
     *of(RUNTIME + "workers/answers.py", "tests/tune/test_workers.py -k 'second or keeps'",
-        ("every Ctrl-C is passed on", "        if self._interrupted:\n            return False\n", ""),
+        ("a Ctrl-C that nobody has passed on ends nothing", "                if pressed.asked and not passed:\n", "                if False:\n"),
     ),
     *of(RUNTIME + "workers/answers.py", "tests/runtime/test_workers_faults.py -k others_are_done",
         ("a launch waits for a stopped worker that nobody waits for", "        if rank in self._stopped:\n", "        if False:\n"),

@@ -22,6 +22,8 @@ import torch
 import pkt
 from benchmarks._case import Case, captured, normal
 from benchmarks._command import main
+from benchmarks.moe import with_nccl
+from pkt.kernels.dispatch.rules import leaving
 
 TITLE = "Dispatch and combine, bf16"
 EXPERTS, CHOSEN, H = 256, 8, 7168
@@ -86,8 +88,8 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: in
     for name in [*runs]:
         runs[f"{name}, captured"] = captured(runs[name])
     if device.type == "cuda":
-        runs["NCCL, both"] = lambda: _with_nccl(x, idx, weights, experts, size)
-    one_way = 2.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen)  # if experts are chosen at random
+        runs["NCCL, both"] = lambda: with_nccl(x, idx, weights, experts // size, lambda rows, ends: rows)
+    one_way = 2.0 * H * leaving(each, chosen, size)
     alone = {name: one_way for name in runs if "both" not in name}
     return Case(
         nbytes=2 * one_way,
@@ -98,27 +100,6 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: in
         skipped=skipped,
         fewer=alone,
     )
-
-
-def _with_nccl(x: Any, idx: Any, weights: Any, experts: int, size: int) -> torch.Tensor:
-    """A row for each pair of token and expert, there and back by torch.distributed."""
-    import torch.distributed as dist
-
-    (T, K), own = idx.shape, experts // size
-    order = idx.flatten().argsort(stable=True)
-    counts = torch.bincount(idx.flatten(), minlength=experts)
-    theirs = torch.empty_like(counts)  # of each rank, how many rows of each of my experts it sends
-    dist.all_to_all_single(theirs, counts)
-    sent, received = (n.view(size, own).sum(1).tolist() for n in (counts, theirs))  # the host waits
-    arrived = x.new_empty(sum(received), x.shape[1])
-    dist.all_to_all_single(arrived, x[order // K], received, sent)
-    expert = torch.arange(own, device=x.device).repeat(size).repeat_interleave(theirs)
-    by_expert = expert.argsort(stable=True)
-    y = arrived[by_expert]  # what the experts' products take
-    home = x.new_empty(T * K, x.shape[1])
-    dist.all_to_all_single(home, torch.empty_like(y).index_copy(0, by_expert, y), sent, received)
-    scaled = home.float() * weights.flatten()[order, None]
-    return torch.zeros(T, x.shape[1], device=x.device).index_add(0, order // K, scaled).bfloat16()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 import pkt
 from benchmarks._case import Case, captured, normal
 from benchmarks._command import main
+from pkt.kernels.dispatch.rules import leaving
 from pkt.kernels.shared.tile_product import finished
 
 TITLE = "A layer of experts, bf16"
@@ -89,13 +90,15 @@ def case(
 
     layers |= {name: fused(mode) for name, mode in zip(FUSED, ("push", "unfused"))}
     if device.type == "cuda":
-        layers["NCCL + torch._grouped_mm"] = lambda x, weights, w1, w2: _with_nccl(x, idx, weights, w1, w2, size)
+        layers["NCCL + torch._grouped_mm"] = lambda x, weights, w1, w2: with_nccl(
+            x, idx, weights, own, lambda rows, offsets: _products(rows, w1, w2, offsets)
+        )
         runs |= _alone(world, x, idx, weights, w1, w2)
         runs["pkt moe, captured"] = captured(lambda: layers["pkt moe"](x, weights, w1, w2))
     for name, layer in layers.items():
         runs[name] = _forwards(layer, (x, weights, w1, w2))
         runs[f"{name}, with gradients"] = _both_ways(layer, leaves)
-    one_way = 2.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen)  # if experts are chosen at random
+    one_way = 2.0 * H * leaving(each, chosen, size)
     return Case(
         nbytes=2 * one_way,
         fewer=dict.fromkeys(ALONE[:2], 0.0) | dict.fromkeys(ALONE[2:], one_way),
@@ -143,24 +146,27 @@ def _alone(world: Any, x: Any, idx: Any, weights: Any, w1: Any, w2: Any) -> dict
         hidden = pkt.grouped_activation(hidden, there.offsets, clear=False, world=world)
         return pkt.grouped_matmul(hidden, w2, there.offsets, clear=False, world=world)
 
-    def torchs() -> torch.Tensor:
-        hidden = finished(torch._grouped_mm(rows, w1, offs=there.offsets[1:]), None, "swiglu")
-        return torch._grouped_mm(hidden, w2, offs=there.offsets[1:])
-
     return {
         "products alone": products,
-        "torch._grouped_mm alone": torchs,
+        "torch._grouped_mm alone": lambda: _products(rows, w1, w2, there.offsets[1:]),
         "dispatch alone": lambda: dispatched().rows,
         "combine alone": lambda: pkt.combine(y, there, world=world),
     }
 
 
-def _with_nccl(x: Any, idx: Any, weights: Any, w1: Any, w2: Any, size: int) -> torch.Tensor:
-    """The layer of torch.distributed: a row for each pair of token and expert there and back."""
+def _products(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Both products and the activation, by torch. ends: of each expert's rows."""
+    hidden = finished(torch._grouped_mm(rows, w1, offs=ends), None, "swiglu")
+    return torch._grouped_mm(hidden, w2, offs=ends)
+
+
+def with_nccl(x: Any, idx: Any, weights: Any, own: int, experts: Callable[[Any, Any], Any]) -> torch.Tensor:
+    """torch.distributed: a row for each pair of token and expert there and back. own: experts of a rank. experts: what
+    they make of their rows, given these, by expert, and the end of each expert's."""
     import torch.distributed as dist
     from torch.distributed.nn.functional import all_to_all_single
 
-    (T, K), own = idx.shape, len(w1)
+    (T, K), size = idx.shape, dist.get_world_size()
     order = idx.flatten().argsort(stable=True)
     counts = torch.bincount(idx.flatten(), minlength=size * own)
     theirs = torch.empty_like(counts)  # of each rank, how many rows of each of my experts it sends
@@ -169,9 +175,7 @@ def _with_nccl(x: Any, idx: Any, weights: Any, w1: Any, w2: Any, size: int) -> t
     rows = all_to_all_single(x.new_empty(sum(received), x.shape[1]), x[order // K], received, sent)
     expert = torch.arange(own, device=x.device).repeat(size).repeat_interleave(theirs)
     by_expert = expert.argsort(stable=True)
-    offsets = theirs.view(size, own).sum(0).cumsum(0).int()
-    hidden = finished(torch._grouped_mm(rows[by_expert], w1, offs=offsets), None, "swiglu")
-    y = torch._grouped_mm(hidden, w2, offs=offsets)
+    y = experts(rows[by_expert], theirs.view(size, own).sum(0).cumsum(0).int())
     back = torch.empty_like(y).index_copy(0, by_expert, y)
     home = all_to_all_single(x.new_empty(T * K, y.shape[1]), back, sent, received)
     scaled = home.float() * weights.flatten()[order, None]

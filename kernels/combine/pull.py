@@ -27,7 +27,7 @@ class Size(NamedTuple):
     K2: tl.constexpr  # the next power of two
     CHUNK: tl.constexpr  # slots that a source takes in turn
     PIECE: tl.constexpr  # slots a signal, a part of a chunk
-    COLLECTORS: tl.constexpr  # programs that load sums
+    COLLECTORS: tl.constexpr  # programs that add up this rank's tokens
     ROWS: tl.constexpr  # tokens added at a time, ROWS x COLS
     COLS: tl.constexpr
     TOGETHER: tl.constexpr  # rows of a token loaded at a time

@@ -101,7 +101,7 @@ def dispatch_again(
 
 # -------------------------------------------------------------------------------------------------------------- host
 TILE_BYTES, SENDERS = 16384, 24
-"""Copied at a time, and programs that send, by default: as in `dispatch`."""
+"""Copied at a time, and programs that send, by default. Larger blocks and more programs have not been tried."""
 LEAST_ROOM = 64
 """Tokens of a rank for which `nodes` has room at least, where the caller promises nothing."""
 

@@ -41,17 +41,20 @@ def predicted(operator: str, tokens: int, nbytes: int, choices: int, size: int, 
     that goes home; choices: experts of a token. What BESIDE says counts as `sync`."""
     moved = leaving(tokens, choices, size) * nbytes
     peers = "one" if size == 2 else "all"
-    links = {"low_latency": 4 / 3 * moved / link_rate("register store", gpu.sms, peers=peers)}
     if operator == "dispatch":
-        links = {"push": moved / link_rate("register store", SENDERS, IN_FLIGHT, peers)} | links
+        mode, rate = "push", link_rate("register store", SENDERS, IN_FLIGHT, peers)
     else:
-        rate = link_rate("register load", collectors(choices, size, gpu.sms), IN_FLIGHT)
-        links = {"pull": moved / rate} | links
-    found = {}
-    for mode, seconds in links.items():
-        at_all, each = BESIDE[operator, mode]
-        found[mode] = Estimate(0, 0, 0, seconds, sync=at_all + each * tokens)
-    return found
+        mode, rate = "pull", link_rate("register load", collectors(choices, size, gpu.sms), IN_FLIGHT)
+    few = 4 / 3 * moved / link_rate("register store", gpu.sms, peers=peers)
+    return {
+        form: _estimate(operator, form, tokens, links) for form, links in ((mode, moved / rate), ("low_latency", few))
+    }
+
+
+def _estimate(operator: str, mode: str, tokens: int, links: float) -> Estimate:
+    """links: the seconds that the links take."""
+    at_all, each = BESIDE[operator, mode]
+    return Estimate(0, 0, 0, links, sync=at_all + each * tokens)
 
 
 def chosen(operator: str, tokens: int | None, nbytes: int, choices: int, size: int) -> str:

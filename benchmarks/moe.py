@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -161,12 +161,34 @@ def _products(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, ends: torc
 
 
 def with_nccl(x: Any, idx: Any, weights: Any, own: int, experts: Callable[[Any, Any], Any]) -> torch.Tensor:
-    """torch.distributed: a row for each pair of token and expert there and back. own: experts of a rank. experts: what
-    they make of their rows, given these, by expert, and the end of each expert's."""
+    """torch.distributed: a row for each pair of token and expert there and back. experts: what they make of their
+    rows, given these, by expert, and the end of each expert's."""
+    from torch.distributed.nn.functional import all_to_all_single
+
+    (T, K), (rows, ends, way) = idx.shape, there_with_nccl(x, idx, own)
+    y = experts(rows, ends)
+    back = torch.empty_like(y).index_copy(0, way.by_expert, y)
+    home = all_to_all_single(y.new_empty(T * K, y.shape[1]), back, way.sent, way.received)
+    scaled = home.float() * weights.flatten()[way.order, None]
+    return torch.zeros(T, y.shape[1], device=x.device).index_add(0, way.order // K, scaled).bfloat16()
+
+
+class Way(NamedTuple):
+    """How pairs of token and expert came to their experts' ranks."""
+
+    order: torch.Tensor  # of this rank's pairs, by expert
+    by_expert: torch.Tensor  # of the rows that arrived
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+
+
+def there_with_nccl(x: Any, idx: Any, own: int) -> tuple[torch.Tensor, torch.Tensor, Way]:
+    """The rows of this rank's experts, in the order of experts, ranks and tokens; the end of each expert's; and how
+    they came. own: experts of a rank."""
     import torch.distributed as dist
     from torch.distributed.nn.functional import all_to_all_single
 
-    (T, K), size = idx.shape, dist.get_world_size()
+    K, size = idx.shape[1], dist.get_world_size()
     order = idx.flatten().argsort(stable=True)
     counts = torch.bincount(idx.flatten(), minlength=size * own)
     theirs = torch.empty_like(counts)  # of each rank, how many rows of each of my experts it sends
@@ -175,11 +197,8 @@ def with_nccl(x: Any, idx: Any, weights: Any, own: int, experts: Callable[[Any, 
     rows = all_to_all_single(x.new_empty(sum(received), x.shape[1]), x[order // K], received, sent)
     expert = torch.arange(own, device=x.device).repeat(size).repeat_interleave(theirs)
     by_expert = expert.argsort(stable=True)
-    y = experts(rows[by_expert], theirs.view(size, own).sum(0).cumsum(0).int())
-    back = torch.empty_like(y).index_copy(0, by_expert, y)
-    home = all_to_all_single(x.new_empty(T * K, y.shape[1]), back, sent, received)
-    scaled = home.float() * weights.flatten()[order, None]
-    return torch.zeros(T, y.shape[1], device=x.device).index_add(0, order // K, scaled).bfloat16()
+    ends = theirs.view(size, own).sum(0).cumsum(0).int()
+    return rows[by_expert], ends, Way(order, by_expert, sent, received)
 
 
 if __name__ == "__main__":

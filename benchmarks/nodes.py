@@ -1,10 +1,11 @@
-"""Products over two nodes of one GPU beside the same products in one node: two GPUs of one host.
+"""Products over two nodes beside the same products in one node: the GPUs of one host, half of them for each node.
 
     torchrun --nproc-per-node 2 -m benchmarks.nodes      less than a minute; benchmarks/results/nodes.json
+    torchrun --nproc-per-node 4 -m benchmarks.nodes      two nodes of two GPUs; benchmarks/results/nodes_4.json
 
-A product of N x N x N in bf16 is shared by the ranks. The form over nodes sends through NVSHMEM's device calls alone.
-Its time may be LIMIT times that of the form that pkt takes in one node. Both are captured in CUDA graphs and take
-turns, so they run at one clock.
+A product of N x N x N in bf16 is shared by the ranks. The form over nodes sends to the other node through NVSHMEM's
+device calls alone. On two GPUs its time may be LIMIT times that of the form that pkt takes in one node. Both are
+captured in CUDA graphs and take turns, so they run at one clock.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def measure(near: pkt.World, far: pkt.World, operator: str) -> list[Row]:
     rows = [Row(f"{label}: {n}", t["ms"], "ms", t["low"], t["high"], t["runs"]) for n, t in times.items()]
     over, one = ([statistics.median(a["ms"]) for a in passes[name]] for name in ("two nodes", "one node"))
     each = [a / b for a, b in zip(over, one)]
-    return [*rows, row(f"{label}: two nodes / one node", each, "times", LIMIT)]
+    return [*rows, row(f"{label}: two nodes / one node", each, "times", LIMIT if near.size == 2 else None)]
 
 
 def opened(node_size: int) -> pkt.World:
@@ -102,9 +103,9 @@ def opened(node_size: int) -> pkt.World:
 def main() -> int:
     os.environ.pop("PKT_NODE_SIZE", None)
     size, rows = int(os.environ.get("WORLD_SIZE", "1")), []
-    if size != 2:
-        raise pkt.errors.Unsupported.here("benchmarks.nodes", f"found {size} ranks", "give torchrun 2")
-    with opened(size) as near, opened(1) as far:
+    if size < 2 or size % 2:
+        raise pkt.errors.Unsupported.here("benchmarks.nodes", f"found {size} ranks", "give torchrun an even number")
+    with opened(size) as near, opened(size // 2) as far:
         for operator in OPERATORS:
             faulthandler.dump_traceback_later(60, exit=True)
             rows += measure(near, far, operator)
@@ -113,7 +114,7 @@ def main() -> int:
                 print("\n".join(f"{r.case}: {r.value:.4g} {r.unit}" for r in rows), flush=True)
         near.barrier()
         if near.rank == 0:
-            write("nodes", rows, gpus=near.backend.gpu)
+            write("nodes" if size == 2 else f"nodes_{size}", rows, "nodes", gpus=near.backend.gpu)
     return 0
 
 

@@ -33,6 +33,7 @@ OTHERS = (
     "all_reduce_rms_norm",
     "moe",
     "dispatch",
+    "dispatch_matmul",
     "ulysses_attention",
     "matmul_all_to_all",
     "all_to_all_matmul",

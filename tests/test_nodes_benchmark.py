@@ -19,9 +19,11 @@ def run(operator: str, wrong: bool, world: pkt.World) -> list[str]:
     return list(runs)
 
 
+@pytest.mark.parametrize("near", [1, 2])
 @pytest.mark.parametrize("operator", nodes.OPERATORS)
-def test_products_are_right(operator: str) -> None:
-    names, _ = pkt.launch(functools.partial(run, operator, False), ranks=2, node_size=1, device="cpu", sms=4)
+def test_products_are_right(operator: str, near: int) -> None:
+    program = functools.partial(run, operator, False)
+    names, *_ = pkt.launch(program, ranks=2 * near, node_size=near, device="cpu", sms=4)
     assert names[:2] == ["one node", "two nodes"]
     assert len(names) == 2 + len(nodes.COMMUNICATORS) * (operator == "all_gather_matmul")
 
@@ -33,5 +35,5 @@ def test_a_wrong_product_is_found() -> None:
 
 def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(pkt.Unsupported, match="found 3 ranks: give torchrun 2"):
+    with pytest.raises(pkt.Unsupported, match="found 3 ranks: give torchrun an even number"):
         nodes.main()

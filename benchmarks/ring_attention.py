@@ -1,6 +1,7 @@
 """Ring attention beside torch's attention alone and behind NCCL's all-gather, bf16.
 
     python -m benchmarks.ring_attention --ranks 2     on GPUs, some minutes; results/ring_attention_2.json
+    python -m benchmarks.ring_attention --sizes S6144 --only parts,torch      some cases and variants
     python -m benchmarks.ring_attention --ranks 1     the kernel alone, beside torch's
     python -m benchmarks.ring_attention --quick       on the CPU, small, checked and not timed
 
@@ -17,6 +18,7 @@ import argparse
 import functools
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -158,30 +160,30 @@ def wanted(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return (scores.softmax(3) @ heads[1].float()).transpose(1, 2)
 
 
-def measure(world: Any, cases: tuple[Case, ...]) -> list[tuple[Case, str, float, list[float]]]:
-    """Case, variant, error and milliseconds of every repeat on this rank."""
-    found = []
-    for case in steps(cases, "attention", None if world.rank == 0 else False):
-        rows, device = case.S // world.size, world.torch_device
-        random = torch.Generator(device=device).manual_seed(world.rank)
-        q, k, v = (
-            torch.randn(case.B, rows, heads, case.D, generator=random, dtype=torch.bfloat16, device=device)
-            for heads in (case.H, case.KV, case.KV)
-        )
-        exact = wanted(case, world, q, k, v)
-        slopes = wanted_gradients(case, world, q, k, v) if case.S < LONG else []
-        good: list[tuple[list[float], Run]] = []
-        with world.scratch():
-            for name, run in variants(case, world, q, k, v).items():
-                result, checked = run(), not name.startswith(TORCH)
-                error = max((distance(x, y) for x, y in zip(getattr(result, "gradients", ()), slopes)), default=0.0)
-                if exact.shape != result.shape:
-                    result = result[:1, torch.linspace(0, rows - 1, 64, device=device).long()]
-                times: list[float] = []
-                found.append((case, name, max(error, distance(result, exact)) if checked else 0.0, times))
-                good.append((times, run))
-            if q.is_cuda:
-                _take_turns(world, good)
+def measure(world: Any, case: Case, only: str) -> list[tuple[str, float, list[float]]]:
+    """Variant, error and milliseconds of every repeat on this rank, of the variants whose name has a word of only."""
+    rows, device = case.S // world.size, world.torch_device
+    random = torch.Generator(device=device).manual_seed(world.rank)
+    q, k, v = (
+        torch.randn(case.B, rows, heads, case.D, generator=random, dtype=torch.bfloat16, device=device)
+        for heads in (case.H, case.KV, case.KV)
+    )
+    exact = wanted(case, world, q, k, v)
+    slopes = wanted_gradients(case, world, q, k, v) if case.S < LONG else []
+    found, good = [], []
+    with world.scratch():
+        for name, run in variants(case, world, q, k, v).items():
+            if not any(word in name for word in only.split(",")):
+                continue
+            result, checked = run(), not name.startswith(TORCH)
+            error = max((distance(x, y) for x, y in zip(getattr(result, "gradients", ()), slopes)), default=0.0)
+            if exact.shape != result.shape:
+                result = result[:1, torch.linspace(0, rows - 1, 64, device=device).long()]
+            times: list[float] = []
+            found.append((name, max(error, distance(result, exact)) if checked else 0.0, times))
+            good.append((times, run))
+        if q.is_cuda:
+            _take_turns(world, good)
     return found
 
 
@@ -204,32 +206,39 @@ def _take_turns(world: Any, good: list[tuple[list[float], Run]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--sizes", default="", help="part of the names of cases")
+    parser.add_argument("--only", default="", help="words: only variants whose name has one of them")
+    parser.add_argument("--seconds", type=float, default=420.0, help="no case begins after these")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     from benchmarks.ring_attention import CASES as all_cases  # workers cannot import from __main__
     from benchmarks.ring_attention import QUICK as small
     from benchmarks.ring_attention import measure as importable
 
-    cases = tuple(case for case in (small if given.quick else all_cases) if given.only in str(case))
+    cases = [case for case in (small if given.quick else all_cases) if given.sizes in str(case)]
     device: Literal["cpu", "cuda"] = "cpu" if given.quick else "cuda"
-    heap = "64MiB" if given.quick else "4GiB"
-    ranks = pkt.launch(importable, given.ranks, device, (cases,), heap=heap, multicast=False)
+    heap, end = "64MiB" if given.quick else "4GiB", time.monotonic() + given.seconds
     rows, wrong = [], []
-    for each in zip(*ranks):
-        case, name, _, _ = each[0]
-        error, times = max(one[2] for one in each), [max(ts) for ts in zip(*(one[3] for one in each))]
-        if error > BOUND:
-            wrong.append(f"{case}, {name}: error {error:.2g}, wanted at most {BOUND:g}")
-        if times:
-            median = statistics.median(times)
-            print(f"{median:9.3f} ms {1e3 * case.work(name, given.ranks) / median:6.0f} TFLOP/s  {case}, {name}")
-            rows.append(_harness.row(f"{case}, {name}", times, "ms", None))
-        else:
-            print(f"error {error:.1e}  {case}, {name}")
+    for case in steps(cases, "attention"):
+        if time.monotonic() > end:
+            print(f"{case}: out of time")
+            continue
+        ranks = pkt.launch(importable, given.ranks, device, (case, given.only), heap=heap, multicast=False)
+        for each in zip(*ranks):
+            name = each[0][0]
+            error, times = max(one[1] for one in each), [max(ts) for ts in zip(*(one[2] for one in each))]
+            if error > BOUND:
+                wrong.append(f"{case}, {name}: error {error:.2g}, wanted at most {BOUND:g}")
+            if times:
+                median = statistics.median(times)
+                speed = 1e3 * case.work(name, given.ranks) / median
+                print(f"{median:9.3f} ms {speed:6.0f} TFLOP/s  error {error:.1e}  {case}, {name}", flush=True)
+                rows.append(_harness.row(f"{case}, {name}", times, "ms", None))
+            else:
+                print(f"error {error:.1e}  {case}, {name}")
+        if rows:  # after each case, so that none is lost
+            _harness.write(f"ring_attention_{given.ranks}", rows, "ring_attention", failed=wrong)
     print("\n".join(wrong))
-    if not given.quick:
-        _harness.write(f"ring_attention_{given.ranks}", rows, "ring_attention", failed=wrong)
     return int(bool(wrong))
 
 

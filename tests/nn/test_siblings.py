@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,7 +150,20 @@ def emptied(one: Any) -> None:
     one.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [moved, assigned, emptied, lambda one: one.double().float(), copy.deepcopy])
+def neighbours(one: Any) -> None:
+    """Each begins where the one before ends, and has a storage of its own."""
+    weights = [each.weight for each in (one.q, one.k, one.v)]
+    memory = bytearray(sum(weight.nbytes for weight in weights))
+    for weight, end in zip(weights, itertools.accumulate(weight.nbytes for weight in weights)):
+        begin = end - weight.nbytes
+        data = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=begin).view_as(weight)
+        weight.data = data.copy_(weight.data)
+
+
+CHANGES = [moved, assigned, emptied, neighbours, lambda one: one.double().float(), copy.deepcopy]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_moved_are_laid_again(change: Callable[[Any], Any], products: list[tuple[int, ...]]) -> None:
     """Compiled code, which was made before, notices."""
 

@@ -294,7 +294,7 @@ def _pushed(case: Product, plan: PushPlan, tiles: Tiles, gpu: Gpu) -> Estimate:
     last = max(one * min(1.0, plan.chunk / case.K), case.seconds(gpu, pieces=pieces) - wave)
     return overlapped(
         tasks=1, task_seconds=compute, comm_bytes=nbytes, comm_rate=rate, around=last,
-        memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
+        memory_bytes=case.memory_bytes_by_parts, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def _copied(case: Product, plan: PushPlan, plain: bool, gpu: Gpu) -> Estimate:
     found = overlapped(
         tasks=1,
         task_seconds=pure,
-        memory_bytes=case.memory_bytes_by_parts if plain else case.memory_bytes,
+        memory_bytes=case.memory_bytes_by_parts,
         sync=gpu.barrier + 2 * gpu.signal,
         gpu=gpu,
     )

@@ -149,6 +149,6 @@ def _in_parcels(case: Product, copies: int, gpu: Gpu) -> Estimate:
     begins = max(computed, others - (parcels - 1) * copy)
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=parcels * parcel, comm_rate=parcel / copy,
-        around=begins + computed - slowed, memory_bytes=case.memory_bytes,
+        around=begins + computed - slowed, memory_bytes=case.memory_bytes_by_parts,
         sync=gpu.barrier + 2 * gpu.signal + ANNOUNCED, interference=0.0, gpu=gpu,
     )  # fmt: skip

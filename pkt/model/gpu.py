@@ -62,6 +62,11 @@ H200 = Gpu(
 )
 """flops: from the data sheet. slow, l2 and launch: fitted to benchmarks/results/*.json, as are those of cost.py."""
 
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3", memory=2.9e12)
+"""The same chip with slower memory. memory: fitted to cuBLAS's products of 4 to 68 rows in zoo_4.json of
+benchmarks/results."""
+KNOWN = {gpu.name: gpu for gpu in (H200, H100)}
+
 _SM_90 = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -74,10 +79,10 @@ def gluon_lacks(capability: tuple[int, int]) -> str:
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that torch gives this name, with H200's rates; its name says whether the Gluon forms run there."""
-    return replace(
-        H200, name=name, measured=name == H200.name, gluon=_SM_90.search(name) is not None and not gluon_lacks((9, 0))
-    )
+    """The GPU that torch gives this name, with H200's rates unless it is one of KNOWN; its name says whether the Gluon
+    forms run there."""
+    gluon = _SM_90.search(name) is not None and not gluon_lacks((9, 0))
+    return replace(KNOWN.get(name, H200), name=name, measured=name in KNOWN, gluon=gluon)
 
 
 # (mechanism, peers) -> the measured curve by number of programs, and the bytes that a program had in flight.

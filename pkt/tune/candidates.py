@@ -35,10 +35,12 @@ def operator_space(operator: Operator, key: Mapping[str, Any], gpu: Gpu = H200) 
     return sorted(found, key=lambda config: (config != NCCL, config != UNFUSED))
 
 
-def estimate(operator: Operator, config: Mapping[str, Any], key: Mapping[str, Any]) -> Estimate | None:
-    """The parts of a config's predicted time on an H200 for a key as `operator_space` has it. None where no measurement
+def estimate(
+    operator: Operator, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200
+) -> Estimate | None:  # fmt: skip
+    """The parts of a config's predicted time for a key as `operator_space` has it. None where no measurement
     supports a prediction: a dtype other than bf16 and fp16, or a form that declares none."""
-    return operator.predicted(config, key, H200) if modelled(key) else None
+    return operator.predicted(config, key, gpu) if modelled(key) else None
 
 
 def model_of(operator: Operator) -> Model:

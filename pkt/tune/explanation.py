@@ -16,7 +16,7 @@ from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator, operators
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
-from pkt.model.gpu import H200, Gpu, gluon_lacks, gpu_named
+from pkt.model.gpu import H200, KNOWN, Gpu, gluon_lacks, gpu_named
 from pkt.model.network import Network
 from pkt.model.rates import gpu_here
 from pkt.runtime.world import World, current_world
@@ -106,16 +106,18 @@ class Explanation(Printed):
         if not nccl_wanted():
             lines.append("NCCL + cuBLAS is not taken in any case: PKT_NCCL=0")
         if taken.predicted is None or self.limit is None:
-            return [*lines, f"nothing predicted: the model is of {H200.name}, in bf16 and fp16"]
+            known = ", ".join([*KNOWN, "and GPUs that pkt doctor measured"])
+            return [*lines, f"nothing predicted: the model is of {known}, in bf16 and fp16"]
         parts = {name: milliseconds(seconds) for name, seconds in vars(taken.predicted).items()}
         most = ", ".join(f"{name} {parts.pop(name)}" for name in ("compute", "memory", "communication"))
-        alone, nbytes = library(self.key), _sent(self.operator, self.key)
+        here, nbytes = gpu_here(self.key["gpu"]), _sent(self.operator, self.key)
+        alone = library(self.key, here)
         return [
             *lines,
             f"predicted, ms: launch {parts['launch']} + max({most}) + "
             f"exposed {parts['exposed']} + sync {parts['sync']} + correction {parts['correction']}",
             f"limit: {milliseconds(self.limit)} ms, of the product alone {milliseconds(alone.total)}, "
-            f"{nbytes / 1e6:.4g} MB over {H200.link / 1e9:.0f} GB/s {milliseconds(nbytes / H200.link)}",
+            f"{nbytes / 1e6:.4g} MB over {here.link / 1e9:.0f} GB/s {milliseconds(nbytes / here.link)}",
         ]
 
 
@@ -240,19 +242,21 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
     own = [c for c in times if c != NCCL]
     if own:
         compared.setdefault(min(own, key=lambda c: times[c]), []).append("pkt's fastest measured")
-    has_model = gpu == H200.name and modelled(key)
+    here = gpu_here(gpu)
+    has_model = here.measured and modelled(key)
     if has_model:
-        own_forms = [c for c in operator_space(operator, key, gpu_here(gpu)) if c != NCCL]
+        own_forms = [c for c in operator_space(operator, key, here) if c != NCCL]
         if own_forms:
-            first = min(own_forms, key=lambda c: found.total if (found := estimate(operator, c, key)) else math.inf)
+            totals = {c: found.total for c in own_forms if (found := estimate(operator, c, key, here))}
+            first = min(own_forms, key=lambda c: totals.get(c, math.inf))
             compared.setdefault(first, []).append("pkt's fastest by the model")
     if "nccl" in operator.forms:
         compared.setdefault(NCCL, []).append("NCCL + cuBLAS")
     rows = tuple(
-        Row(tuple(names), c, estimate(operator, c, key) if has_model else None, times.get(c))
+        Row(tuple(names), c, estimate(operator, c, key, here) if has_model else None, times.get(c))
         for c, names in compared.items()
     )
-    limit = max(library(key).total, _sent(operator, key) / H200.link) if has_model else None
+    limit = max(library(key, here).total, _sent(operator, key) / here.link) if has_model else None
     return Explanation(operator, {**key, "gpu": gpu}, config, why, rows, limit)
 
 

@@ -20,7 +20,7 @@ from pkt import cli, doctor
 from pkt.errors import DriverError, RankFailed
 from pkt.language.inspect import compile_only, device_world
 from pkt.model import rates
-from pkt.model.gpu import H200
+from pkt.model.gpu import H100, H200
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from tests.runtime.fake_driver import FakeDriver, FakeGpu
 
@@ -315,6 +315,12 @@ def test_h200_s_rates_are_those_that_were_fitted():
     report, kept = rates_kept(lambda: pytest.fail("asked for what is known"), H200.name)
     assert (report.rates, kept) == ({}, None)
     assert rates.gpu_here(H200.name) == rates.gpu_with(H200.name, {"sms": 1}) == H200
+
+
+def test_rates_measured_here_are_taken_before_those_of_other_h100s():
+    assert rates.gpu_here(H100.name) == H100
+    rates_kept(lambda: {"product": 200e-6, "copy": 0.2e-3}, H100.name)
+    assert rates.gpu_here(H100.name).flops < H100.flops
 
 
 def test_rates_that_cannot_be_measured_or_read_are_none(tmp_path):

@@ -370,3 +370,11 @@ def test_two_chunks_shorten_the_wait_if_the_own_shard_is_done_before():
         assert (half.exposed < whole.exposed) == sooner
         assert whole.compute == half.compute
         assert rule == (half if sooner else whole)
+
+
+@pytest.mark.parametrize("more", [{"num_comm_sms": 0}, {}])
+def test_gluon_forms_read_the_weights_once_for_each_rank_s_rows(more):
+    """As zoo_4.json of benchmarks/results shows of 8 rows on 4 ranks."""
+    key = {"M": 8, "N": 14336, "K": 8192, "dtype": "bf16", "size": 4, "shard": "rows"}
+    found = estimate("all_gather_matmul", {"mode": "gluon", **more}, key)
+    assert found.memory == pytest.approx(4 * 2 * 14336 * 8192 / H200.memory, rel=0.01)

@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(TUNE + "explanation.py", "tests/tune/test_explanation.py -k measured_shape_has",
         ("the slowest measured form is pkt's fastest", "compared.setdefault(min(own, key=lambda c: times[c])",
          "compared.setdefault(max(own, key=lambda c: times[c])"),
-        ("the limit is the lesser", "limit = max(library(key).total", "limit = min(library(key).total"),
+        ("the limit is the lesser", "limit = max(library(key, here).total", "limit = min(library(key, here).total"),
     ),
     *of(TUNE + "explanation.py", "tests/tune/test_explanation.py -k bad_input",
         ("rows that ranks cannot share are taken", 'if "m" in operator.tuning.shared and M % size:',

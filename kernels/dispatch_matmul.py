@@ -10,7 +10,8 @@ push: one launch. Dispatch's push runs in it. Rows that have been placed are cou
 
 Tokens leave in their order, not in that of their experts, so blocks with other ranks' tokens become whole late. A layer
 of experts by the push forms of this operator and of `matmul_combine` took 7 and 16 % longer than unfused for 128 and
-256 tokens on 2 x H100 (`benchmarks/results/moe_2.json`), so push is not the default.
+256 tokens on 2 x H100 (`benchmarks/results/moe_2.json`), and this one took 15 to 21 % longer for 4,096 to 32,768 on
+4 x H100 (`dispatch_matmul.json`), so push is not the default.
 """
 
 from __future__ import annotations

@@ -34,13 +34,13 @@ _library.define("check_unwritten(Tensor x, bool again) -> ()")
 def are_below(parts: Sequence[torch.Tensor]) -> bool:
     """Whether each of several contiguous tensors begins where the one before ends, in one storage and not in several
     that are neighbours by chance."""
-    begin = address = parts[0].data_ptr()
+    address = parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != address:
             return False
         address += part.nbytes
     storage = parts[0].untyped_storage()
-    return address <= storage.data_ptr() + storage.nbytes() or address == begin
+    return address <= storage.data_ptr() + storage.nbytes()
 
 
 def _check_below(parts: Sequence[torch.Tensor]) -> None:

@@ -54,8 +54,8 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, h: in
     x, idx = tokens(rank)
     weights = torch.rand(each, chosen, device=device)
     w = torch.stack([normal((h, n), rank * own + e, device, h**-0.5) for e in range(own)])
-    promised = {"max_tokens": max(1, size * idx.numel()), "clear": False, "world": world, "tokens_per_rank": each}
-    there = pkt.dispatch(x, idx, weights, experts, **promised)
+    given = {"max_tokens": max(1, size * idx.numel()), "clear": False, "world": world}
+    there = pkt.dispatch(x, idx, weights, experts, tokens_per_rank=each, **given)
     end = int(there.offsets[-1])
 
     def exact() -> torch.Tensor:
@@ -65,8 +65,8 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, h: in
         return torch.cat([rows.float() @ one.float() for rows, one in zip(mine, w)])
 
     def joined(mode: str | None) -> torch.Tensor:
-        more = promised if mode is None else {k: v for k, v in promised.items() if k != "tokens_per_rank"}
-        return pkt.dispatch_matmul(x, idx, weights, w, mode=mode, **more)[1][:end]
+        promise = each if mode is None else None  # push takes none
+        return pkt.dispatch_matmul(x, idx, weights, w, mode=mode, tokens_per_rank=promise, **given)[1][:end]
 
     runs: dict[str, Callable[[], torch.Tensor]] = {name: partial(joined, mode) for name, mode in MODES.items()}
     runs |= {f"{name}, captured": captured(run) for name, run in runs.items()}

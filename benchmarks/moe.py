@@ -161,8 +161,8 @@ def _products(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, ends: torc
 
 
 def with_nccl(x: Any, idx: Any, weights: Any, own: int, experts: Callable[[Any, Any], Any]) -> torch.Tensor:
-    """torch.distributed: a row for each pair of token and expert there and back. experts: what they make of their
-    rows, given these, by expert, and the end of each expert's."""
+    """torch.distributed: a row for each pair of token and expert there and back. own: experts of a rank. experts: what
+    they make of their rows, given these, by expert, and the end of each expert's."""
     from torch.distributed.nn.functional import all_to_all_single
 
     (T, K), (rows, ends, way) = idx.shape, there_with_nccl(x, idx, own)

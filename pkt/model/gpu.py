@@ -66,6 +66,7 @@ H100 = replace(H200, name="NVIDIA H100 80GB HBM3", memory=2.9e12)
 """The same chip with slower memory. memory: fitted to cuBLAS's products of 4 to 68 rows in zoo_4.json of
 benchmarks/results."""
 KNOWN = {gpu.name: gpu for gpu in (H200, H100)}
+"""Name -> GPU, of those that were measured."""
 
 _SM_90 = re.compile(r"\bG?H(20|100|200|800)\b")
 

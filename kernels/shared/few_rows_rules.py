@@ -97,10 +97,10 @@ def seconds_few(sent: Callable[[Key], float]) -> Callable[[Mapping[str, Any], Ke
         def taken(units: int) -> float:
             return max(unit, units / blocks * weights / gpu.memory) if units else 0.0
 
-        nbytes = Product.of(key, tiles).memory_bytes
+        nbytes, moving = Product.of(key, tiles).memory_bytes, sent(key) / gpu.link
         return Estimate(
-            gpu.launch, rounds * taken(gpu.sms) + taken(left), nbytes / gpu.memory, sent(key) / gpu.link,
-            sync=2 * gpu.signal,
+            gpu.launch, rounds * taken(gpu.sms) + taken(left), nbytes / gpu.memory, moving,
+            exposed=moving / max(1, rounds), sync=2 * gpu.signal,
         )  # fmt: skip
 
     return seconds

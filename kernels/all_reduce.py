@@ -232,22 +232,17 @@ def all_reduce(
 
 
 # -------------------------------------------------------------------------------------------------------------- host
-def low_latency(nbytes: int, world: World) -> str | None:
-    """The low-latency form that mode None takes for `x` of so many bytes; None: neither."""
-    return {0: None, 1: "low_latency", 2: "low_latency_two_shot"}[flagged.shots(nbytes, world.size)]
-
-
 def default(call: Call) -> str:
-    """Flagged words for little; else by whether `out` is symmetric. If not: inbox, or one_shot where a symmetric x
-    makes that as few bytes. If so: the switch for a sum, where the world has one and x is symmetric, too; else
-    two_shot, two_shot_push or copy, by size. Pushes need no symmetric x."""
-    x, out, world = call["x"], call["out"], call.world
-    words = low_latency(x.nbytes, world)
-    if words:
-        return words
+    """Flagged words for little. Else by whether `out` is symmetric. If not: inbox. If so: the switch for a sum, where
+    the world has one and x is symmetric, too; else two_shot, two_shot_push or copy, by size. Pushes need no symmetric
+    x."""
+    x, world, direct = call["x"], call.world, isinstance(call["out"], SymmetricTensor)
+    shots = flagged.shots(x.nbytes, world.size, flagged.FLAG_BYTES if direct else flagged.PLAIN_FLAG_BYTES)
+    if shots:
+        return "low_latency" if shots == 1 else "low_latency_two_shot"
+    if not direct:
+        return "inbox"
     near = isinstance(x, SymmetricTensor)
-    if not isinstance(out, SymmetricTensor):
-        return "one_shot" if near and (world.size <= 2 or x.nbytes < TWO_SHOT_PUSH_BYTES) else "inbox"
     if near and world.multicast and call["op"] == "sum" and _even(call):
         return "multimem"
     if x.nbytes >= COPIED_BYTES:

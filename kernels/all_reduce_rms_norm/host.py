@@ -84,7 +84,7 @@ def seconds(mode: str, nbytes: int, size: int) -> float:
     if mode == "two_shot":
         answers = 2 * FENCED + NORM if size > 1 else 0.0
         return BEGIN + answers + max(sent, (7 - 3 / size) * once) + NORM
-    shots = flagged.shots(nbytes, size)
+    shots = flagged.shots(nbytes, size, flagged.FLAG_BYTES)
     if shots == 0:
         reduced = 2 * FENCED + max(sent, 4 * once)
     else:

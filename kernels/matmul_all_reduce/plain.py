@@ -31,7 +31,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
 from ..all_reduce import OPERATOR as ALL_REDUCE
-from ..all_reduce import all_reduce, low_latency
+from ..all_reduce import all_reduce
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
@@ -293,7 +293,7 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.all_form(),
-        **unfused.reduce_forms(ALL_REDUCE.planned, low_latency),
+        **unfused.reduce_forms(ALL_REDUCE.planned),
     },
     across={
         "nodes": Form(

@@ -38,6 +38,10 @@ it is chosen. 16 KiB take 7.1 us in one and 8.2 in two on 2 x H200, benchmarks/r
 FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
 chosen. In that file 1 MiB takes 11.4 and 11.7 us, and 14.1 without flags."""
+PLAIN_FLAG_BYTES = 2_100_000
+"""The same of an all-reduce into memory that is not symmetric, where sums would go through inboxes. On H100 4 MiB take
+25.1, 30.8 and 32.9 us with flags on 2, 3 and 4 ranks, and 26.3, 31.2 and 34.3 through inboxes; 6 MiB 31.7, 41.4 and
+43.3, and 32.4, 39.2 and 43.3 (benchmarks/results/all_reduce_plain.json)."""
 MOST_RANKS = 8
 """With more ranks, only a reduction in one shot uses flagged words by default: a thread takes a word of each rank, all
 at once."""
@@ -70,12 +74,12 @@ def fits(call: Call) -> str:
     return f"{n} elements of all ranks, 2^31 or more" if n >= 1 << 31 else ""
 
 
-def shots(nbytes: int, size: int) -> int:
-    """Shots in which x of so many bytes is reduced by default; 0: in none, but without flags."""
+def shots(nbytes: int, size: int, most: int) -> int:
+    """Shots in which x of so many bytes is reduced by default; 0: in none, but without flags. most: bytes of flags."""
     size = max(size, 2)
     once = nbytes * (size - 1)
     twice = 2 * once / size
-    if twice / 3 > FLAG_BYTES:
+    if twice / 3 > most:
         return 0
     if 4 / 3 * (once - twice) <= FLIGHT_BYTES:
         return 1

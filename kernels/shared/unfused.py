@@ -110,39 +110,19 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
     return _forms("reduce_scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
 
 
-def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
-    """Those of matmul_all_reduce. low_latency: the mode of an all-reduce of so few bytes; None where they are many."""
+def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
+    """Those of matmul_all_reduce. cuBLAS writes into `out`, where the sum is made."""
 
     def ours(call: Call) -> Product:
-        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer,
-        from which it is copied. On 2 ranks a sum in one shot moves no more than one in two shots. It goes from the
-        buffers into any `out`, and saves the copy."""
-        world, (M, N) = call.world, call.shape
-        flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
-        if flagged or in_place(call):
-            reduce = all_reduce(world, call["out"], call["out"], mode=flagged)
+        def place(out: torch.Tensor) -> torch.Tensor:
+            return out if in_place(call) else plain(out)
 
-            def in_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-                multiply(world, a, b, plain(out))
-                reduce(out, out)
-
-            return in_out
-        total = _symmetric(call, M, N)
-        matrix = total.plain()
-        if world.size == 2:
-            sum_into = all_reduce(world, total, plain(call["out"]), mode="one_shot")
-
-            def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-                multiply(world, a, b, matrix)
-                sum_into(total, plain(out))
-
-            return into_out
-        reduce = all_reduce(world, total, total)
+        world, summed = call.world, place(call["out"])
+        reduce = all_reduce(world, summed, summed)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(world, a, b, matrix)
-            reduce(total, total)
-            plain(out).copy_(matrix)
+            multiply(world, a, b, plain(out))
+            reduce(place(out), place(out))
 
         return product
 

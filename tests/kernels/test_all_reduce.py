@@ -113,16 +113,17 @@ def test_the_default_mode_follows_the_operands(multicast: bool, monkeypatch: pyt
     monkeypatch.setattr(grid, "cooperative_launch", bound)
     monkeypatch.setattr(flagged, "cooperative_launch", bound)
     monkeypatch.setattr(flagged, "FLAG_BYTES", 40_000)
+    monkeypatch.setattr(flagged, "PLAIN_FLAG_BYTES", 60_000)
 
     def run(world: Any) -> None:
         few = pkt.empty(60_000, dtype=torch.bfloat16)
         more = pkt.empty(60_002, dtype=torch.bfloat16)
         in_switch = module.multimem_kernel if multicast else module.two_shot_kernel
-        for wanted, call in {
-            flagged.one_shot_kernel: lambda: all_reduce(few),
-            module.one_shot_kernel: lambda: all_reduce(more, torch.empty_like(more.plain())),
-            in_switch: lambda: all_reduce(more),
-        }.items():
+        for wanted, call in (
+            (flagged.one_shot_kernel, lambda: all_reduce(few)),
+            (flagged.one_shot_kernel, lambda: all_reduce(more, torch.empty_like(more.plain()))),
+            (in_switch, lambda: all_reduce(more)),
+        ):
             call()
             assert launched.pop() is wanted
         for call in (lambda: all_reduce(more, op="max"), lambda: all_reduce(more[1:])):
@@ -133,7 +134,7 @@ def test_the_default_mode_follows_the_operands(multicast: bool, monkeypatch: pyt
             all_reduce(x, op="max")
             assert launched.pop() is wanted
         all_reduce(most, torch.empty_like(most.plain()))
-        assert launched.pop() is module.one_shot_kernel
+        assert launched.pop() is module.two_shot_push_kernel, "by inboxes"
         with monkeypatch.context() as patch:
             patch.setattr(module, "COPIED_BYTES", most.nbytes // 2)
             all_reduce(most[: most.numel() // 2])

@@ -28,7 +28,7 @@ from .helpers import on_ranks
     ],
 )
 def test_the_number_of_shots_follows_bytes_and_ranks(nbytes: int, size: int, shots: int) -> None:
-    assert _low_latency.shots(nbytes, size) == shots
+    assert _low_latency.shots(nbytes, size, _low_latency.FLAG_BYTES) == shots
 
 
 @pytest.mark.parametrize(("shots", "block"), [(1, None), (2, None), (1, 64), (2, 64)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -25,6 +27,22 @@ LEAST_BEHIND = 10e-6
 unless the links are the limit. To wait for longer costs, too: by
 benchmarks/results/exhaustive_matmul_all_reduce.json, 16384 x 16384 on 4 ranks takes 3.23 ms with a quarter of a round,
 3.41 with half and 3.54 with a whole one."""
+MOVED = 4265
+"""K of a product that takes as long as the links take for its output, on many ranks: 390 GB/s, and the rate of
+`average_seconds` on 132 SMs."""
+NARROW_COST = 1.2
+"""Two narrow tiles, in the time of a wide one. On 4 x H100 narrow and wide tiles take 1.04 and 0.86 ms for 8192 x 7168
+with K = 4096, 1.96 and 1.58 for 8192 x 8192 with 7168; 0.257 and 0.234 for 1024 x 8192 with 7168, which is two rounds
+of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2 (matmul_all_reduce_tried_4.json of
+benchmarks/results, as the figures below)."""
+L2_BYTES = 50 << 20
+"""Programs whose own tiles alternate with others' wait at different times, and then no longer read the same parts of
+the operands together. Where those of a round take more than twice L2, memory is then the limit: 16384 x 16384 with K =
+13312 takes 19.7 ms on 4 x H100, with all own tiles at the end 11.4, cuBLAS alone 11.1. With K = 7168 it makes no
+difference, with 4096 own tiles at the end cost 7 %."""
+MISSED = 0.42
+"""Of what they load, so much comes from memory: of 7 products on 4 x H100 with K up to 7168, which are as slow as
+that, 0.40 to 0.43."""
 NUM_COMM_SMS = 16
 """Where "lcsc" is given none."""
 CURVE_PEERS = 4
@@ -32,15 +50,25 @@ CURVE_PEERS = 4
 
 
 # ------------------------------------------------------------------------------------------------------------ the rule
-def links_limit(M: int, N: int, size: int) -> bool:
-    """Whether an M x N output takes longer to move than to compute. On H200 that is up to 8192 x 8192 on 4 ranks and
-    4096 x 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
-    return M * N <= (2048 * size) ** 2
+def tiles_of(M: int, N: int, K: int, size: int, programs: int) -> Tiles:
+    """The tiles for an M x N output: narrow ones where it takes longer to move than to compute, or where wide ones
+    would leave too many of the programs without one in their last round."""
+    if M * N > (2048 * size) ** 2:
+        return WIDE
+    if size <= 2:
+        return NARROW
+    wide, narrow = (math.ceil(_count(M, N, tiles) / programs) for tiles in (WIDE, NARROW))
+    return NARROW if _moves(K, size) or 2 * wide > NARROW_COST * narrow else WIDE
 
 
-def tiles_of(M: int, N: int, size: int) -> Tiles:
-    """The tiles for an M x N output."""
-    return NARROW if links_limit(M, N, size) else WIDE
+def _moves(K: int, size: int) -> bool:
+    """Whether an output takes longer to move than to compute. Of N x N outputs with K = N / size that is so on H200 up
+    to 8192 on 4 ranks and 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
+    return K <= MOVED * (size - 1) / size
+
+
+def _count(M: int, N: int, tiles: Tiles) -> int:
+    return triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
 
 
 def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
@@ -48,7 +76,7 @@ def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
     limit, else as few quarters as take LEAST_BEHIND."""
     if tiles.block_n <= NARROW.block_n:
         return 2
-    if links_limit(M, N, size):
+    if M * N <= (2048 * size) ** 2 and _moves(K, size):
         return 1
     return next((part for part in (0.25, 0.5) if part * average_seconds(K, tiles) >= LEAST_BEHIND), 1)
 
@@ -57,11 +85,17 @@ def settled(
     M: int, N: int, K: int, size: int, programs: int, tiles: Tiles | None = None, lag: int | None = None
 ) -> tuple[Tiles, int]:
     """`tiles` and `lag`; the rule fills in None."""
-    tiles = tiles or tiles_of(M, N, size)
-    count = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = max(1, min(programs, count))
-    rounds = rounds_of(M, N, K, size, tiles)
-    return tiles, rules.lag_of(lag, rounds, triton.cdiv(count, size), programs, size)
+    tiles = tiles or tiles_of(M, N, K, size, programs)
+    count = _count(M, N, tiles)
+    own, programs = triton.cdiv(count, size), max(1, min(programs, count))
+    if lag is None and size > 2 and count > programs and operands(K, tiles, programs) > 2 * L2_BYTES:
+        lag = own
+    return tiles, rules.lag_of(lag, rounds_of(M, N, K, size, tiles), own, programs, size)
+
+
+def operands(K: int, tiles: Tiles, programs: int) -> float:
+    """Bytes of 16-bit operands that a round of tiles reads, if they make a square."""
+    return 4 * K * math.sqrt(programs * tiles.block_m * tiles.block_n)
 
 
 def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
@@ -104,4 +138,10 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     shape = key["M"], key["N"], key["K"], key["size"]
     tiles, lag = settled(*shape, gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag"))
     case = Product.of(key, tiles)
-    return rules.in_turns(case, lag, triton.cdiv(case.tiles(case.M), case.size), rules.reduced(key), gpu)
+    own = triton.cdiv(case.tiles(case.M), case.size)
+    if lag == own:  # their sums are sent while they are computed
+        return rules.in_turns(case, rules.lag_of(None, 0.25, own, gpu.sms, case.size), own, rules.reduced(key), gpu)
+    found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
+    loaded = case.tiles(case.M) * (case.block_m + case.block_n) * case.K * case.itemsize
+    missed = MISSED * loaded if case.tiles(case.M) > gpu.sms else 0.0
+    return replace(found, memory=max(found.memory, missed / gpu.memory))

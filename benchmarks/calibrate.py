@@ -4,11 +4,12 @@
     python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
 
 Times: the zoo's (benchmarks/results/zoo_calibration_*.json), and those of the operators' own benchmarks at default
-settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied now, those of TRIED. A
-product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge
-the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret
-of a shape is the time of the form that the operator takes there, by the rule and the tables that ship, divided by that
-of the fastest form that was measured there.
+settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied now, those of TRIED; of
+all-reduce products whose tiles were narrow in those runs and are wide now, those of TRIED_ON_H100. A product is the
+matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge the fit, every
+third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret of a shape is
+the time of the form that the operator takes there, by the rule and the tables that ship, divided by that of the fastest
+form that was measured there.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import numpy as np
 from benchmarks._harness import RESULTS
 from benchmarks.tuned import ROOT, source, text
 from pkt.kernels.all_gather_matmul.rules import push_plan
+from pkt.kernels.matmul_all_reduce.rules import settled, tiles_of
 from pkt.kernels.matmul_reduce_scatter.rules import COPIED_BYTES, copies_of
-from pkt.kernels.shared.gluon_fits import TILES
+from pkt.kernels.shared.gluon_fits import NARROW, TILES
 from pkt.model import calibration
 from pkt.model.cost import library
 from pkt.model.gpu import H200
@@ -60,6 +62,7 @@ VARIANTS = {
 }  # fmt: skip
 """Variants of the operators' benchmarks that have the default settings of their form."""
 TRIED = "matmul_reduce_scatter_tried_2.json"
+TRIED_ON_H100 = "matmul_all_reduce_tried_2.json"
 COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 
 
@@ -112,13 +115,21 @@ def measured() -> tuple[dict[Shape, dict[str, float]], list[Path]]:
         paths.append(path)
         for shape, forms in of_zoo(path).items():
             found.setdefault(shape, {}).update(forms)
-    paths.append(RESULTS / TRIED)
+    paths += [RESULTS / TRIED, RESULTS / TRIED_ON_H100]
     products, later = {shape.product for shape in found}, of_zoo(RESULTS / "zoo_2.json")
-    for shape, forms in _tried().items():
+    for shape, forms in (_tried() | _tried_on_h100()).items():
         # Others would change which products are held out; and what was measured later judges the fit.
         if shape.product in products and shape not in later:
             found.setdefault(shape, {}).update(forms)
     return found, paths
+
+
+def _were_otherwise(shape: Shape) -> bool:
+    """Whether the zoo measured the Gluon form on 2 ranks with other tiles than it takes now, or stored."""
+    if shape.operator != "matmul_all_reduce" or shape.size != 2:
+        return _were_stored(shape)
+    narrow = shape.M * shape.N <= 4096 * 4096
+    return narrow and tiles_of(shape.M, shape.N, shape.K, shape.size, H200.sms) != NARROW
 
 
 def _were_stored(shape: Shape) -> bool:
@@ -145,6 +156,25 @@ def _tried() -> dict[Shape, dict[str, float]]:
     return found
 
 
+def _tried_on_h100() -> dict[Shape, dict[str, float]]:
+    """The unfused form of TRIED_ON_H100, and the Gluon form with the settings that it takes now. There memory, in which
+    H100 is slower than H200, is the limit of neither."""
+    found: dict[Shape, dict[str, float]] = {}
+    for row in json.loads((RESULTS / TRIED_ON_H100).read_text())["rows"]:
+        case, variant = row["case"].split(": ")
+        M, N, K = map(int, case.split(" x "))
+        tiles, lag = settled(M, N, K, 2, H200.sms)
+        order = (
+            "own tiles last" if 2 * lag >= math.ceil(M / tiles.block_m) * math.ceil(N / tiles.block_n) else f"lag {lag}"
+        )
+        form = {"unfused": "unfused", f"gluon, tiles 128 x {tiles.block_n}, groups of 16, {order}": "gluon"}.get(
+            variant
+        )
+        if form:
+            found.setdefault(Shape("matmul_all_reduce", M, N, K, 2), {})[form] = row["value"] / 1e3
+    return found
+
+
 def of_zoo(path: Path) -> dict[Shape, dict[str, float]]:
     """Every shape of one of the zoo's files."""
     from benchmarks.zoo import measured as timed
@@ -153,7 +183,7 @@ def of_zoo(path: Path) -> dict[Shape, dict[str, float]]:
     for key, variants in timed(path).items():
         forms = {v.removeprefix("pkt "): ms / 1e3 for v, ms in variants.items() if v.startswith(("pkt ", PRODUCT))}
         known, shape = {PRODUCT, *OPERATORS[key[0]].forms}, Shape(*key[:5], "rows", key[5])
-        if _were_stored(shape):
+        if _were_otherwise(shape):
             known.discard("gluon")
         found[shape] = {f: t for f, t in forms.items() if f in known}
     return found

@@ -33,16 +33,21 @@ MOVED = 4265
 NARROW_COST = 1.2
 """Two narrow tiles, in the time of a wide one. On 4 x H100 narrow and wide tiles take 1.04 and 0.86 ms for 8192 x 7168
 with K = 4096, 1.96 and 1.58 for 8192 x 8192 with 7168; 0.257 and 0.234 for 1024 x 8192 with 7168, which is two rounds
-of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2 (matmul_all_reduce_tried_4.json of
-benchmarks/results, as the figures below)."""
-L2_BYTES = 50 << 20
+of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2. On 2 the same, 0.311 and 0.260 for 2048 x
+8192 with 4096 (matmul_all_reduce_tried_4.json and _tried_2.json of benchmarks/results, as the figures below)."""
+ROUND_BYTES = 72 << 20
 """Programs whose own tiles alternate with others' wait at different times, and then no longer read the same parts of
-the operands together. Where those of a round take more than twice L2, memory is then the limit: 16384 x 16384 with K =
-13312 takes 19.7 ms on 4 x H100, with all own tiles at the end 11.4, cuBLAS alone 11.1. With K = 7168 it makes no
-difference, with 4096 own tiles at the end cost 7 %."""
+the operands together. Where the operands of a round are more than this, which is more than L2 holds, own tiles come
+last: 16384 x 16384 with K = 13312 takes 19.7 ms on 4 x H100 where they alternate, 11.4 where they come last, and
+cuBLAS alone 11.1; on 2, 8192 x 16384 with 26624 takes 16.7, 10.4 and 10.6, and 1500 x 7168 with 9216 0.365 and 0.348.
+With 7168 and less it makes no difference, or costs up to 7 %, because half of what is sent is sent with own tiles."""
 MISSED = 0.42
-"""Of what they load, so much comes from memory: of 7 products on 4 x H100 with K up to 7168, which are as slow as
-that, 0.40 to 0.43."""
+"""Of what programs load where own tiles alternate with others', so much comes from memory: of 7 products on 4 x H100,
+with K up to 7168, which take as long as that takes, 0.40 to 0.43."""
+PEER = 8e-6
+"""Seconds for each peer beyond the first, where there are at most two rounds of tiles: an owner adds one part of a tile
+after the other, and stores the sum rank by rank. 9 products of 128 to 1024 rows take 14 to 20 us longer on 4 ranks than
+the fit to 2 ranks says; with three rounds it is 5, because other tiles are computed meanwhile (zoo_4.json)."""
 NUM_COMM_SMS = 16
 """Where "lcsc" is given none."""
 CURVE_PEERS = 4
@@ -51,14 +56,15 @@ CURVE_PEERS = 4
 
 # ------------------------------------------------------------------------------------------------------------ the rule
 def tiles_of(M: int, N: int, K: int, size: int, programs: int) -> Tiles:
-    """The tiles for an M x N output: narrow ones where it takes longer to move than to compute, or where wide ones
-    would leave too many of the programs without one in their last round."""
+    """The tiles for an M x N output: narrow ones where it takes longer to move than to compute; or where wide ones
+    would leave too many of the programs without one in their last round, unless K is long."""
     if M * N > (2048 * size) ** 2:
         return WIDE
-    if size <= 2:
+    if _moves(K, size):
         return NARROW
     wide, narrow = (math.ceil(_count(M, N, tiles) / programs) for tiles in (WIDE, NARROW))
-    return NARROW if _moves(K, size) or 2 * wide > NARROW_COST * narrow else WIDE
+    long = operands(K, NARROW, programs) > ROUND_BYTES
+    return WIDE if long or 2 * wide <= NARROW_COST * narrow else NARROW
 
 
 def _moves(K: int, size: int) -> bool:
@@ -88,7 +94,7 @@ def settled(
     tiles = tiles or tiles_of(M, N, K, size, programs)
     count = _count(M, N, tiles)
     own, programs = triton.cdiv(count, size), max(1, min(programs, count))
-    if lag is None and size > 2 and count > programs and operands(K, tiles, programs) > 2 * L2_BYTES:
+    if lag is None and count > programs and operands(K, tiles, programs) > ROUND_BYTES:
         lag = own
     return tiles, rules.lag_of(lag, rounds_of(M, N, K, size, tiles), own, programs, size)
 
@@ -138,10 +144,17 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     shape = key["M"], key["N"], key["K"], key["size"]
     tiles, lag = settled(*shape, gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag"))
     case = Product.of(key, tiles)
-    own = triton.cdiv(case.tiles(case.M), case.size)
+    count = case.tiles(case.M)
+    own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)
+    missed = 0.0
     if lag == own:  # their sums are sent while they are computed
-        return rules.in_turns(case, rules.lag_of(None, 0.25, own, gpu.sms, case.size), own, rules.reduced(key), gpu)
+        lag = rules.lag_of(None, 0.25, own, gpu.sms, case.size)
+    elif rounds > 1:
+        loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
+        missed = MISSED * loaded / gpu.memory if case.size > 1 else 0.0
     found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
-    loaded = case.tiles(case.M) * (case.block_m + case.block_n) * case.K * case.itemsize
-    missed = MISSED * loaded if case.tiles(case.M) > gpu.sms else 0.0
-    return replace(found, memory=max(found.memory, missed / gpu.memory))
+    if rounds <= 2:
+        found = replace(found, sync=found.sync + PEER * max(0, case.size - 2))
+    if found.launch + missed > found.total:
+        return replace(found, memory=missed, exposed=0.0, sync=0.0)
+    return found

@@ -44,11 +44,41 @@ def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
     assert_fits(scatter(compiling(size - 1, size), 333, 1032, 1544), tmp_path)
 
 
-@pytest.mark.parametrize(("size", "side"), [(1, 2048), (2, 4096), (4, 8192), (8, 16384)])
-def test_tiles_of_the_all_reduce_follow_the_output(size, side):
-    """Narrow ones where the links are the limit, else wide ones, in groups of 16 row blocks."""
-    assert reduce_rules.tiles_of(side, side, size) == NARROW
-    assert reduce_rules.tiles_of(side, side + 1, size) == TILES._replace(group=16)
+@pytest.mark.parametrize(
+    ("size", "M", "N", "K", "narrow"),
+    [
+        *((size, side, side, side // size, True) for size, side in ((2, 4096), (4, 8192), (8, 16384))),
+        *((size, side, side + 8, side // size, False) for size, side in ((2, 4096), (4, 8192), (8, 16384))),
+        (4, 8192, 7168, 3198, True),
+        (4, 8192, 7168, 3200, False),
+        (4, 1024, 5120, 6400, True),  # wide ones take 1.2 rounds
+        (4, 1024, 8192, 7168, False),  # 1.9
+        (4, 128, 7168, 4096, True),
+        (2, 700, 8192, 14336, False),
+    ],
+)
+def test_tiles_of_the_all_reduce_follow_the_output(size, M, N, K, narrow):
+    """Narrow ones where the links are the limit, or where wide ones would leave programs without one and K is not long;
+    else wide ones, in groups of 16 row blocks."""
+    wanted = NARROW if narrow else TILES._replace(group=16)
+    assert reduce_rules.tiles_of(M, N, K, size, 132) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "M", "N", "K", "lag"),
+    [
+        (4, 16384, 16384, 13312, 2048),
+        (4, 16384, 16384, 7168, 9),
+        (2, 1024, 8192, 14336, 128),
+        (2, 512, 8192, 14336, 16),  # one round, in which nothing is read again
+        (2, 16384, 16384, 9216, 4096),
+        (2, 16384, 16384, 8192, 17),
+    ],
+)
+def test_own_tiles_come_last_where_a_round_does_not_fit_in_l2(size, M, N, K, lag):
+    tiles, found = reduce_rules.settled(M, N, K, size, 132)
+    assert found == lag
+    assert reduce_rules.settled(M, N, K, size, 132, tiles, 5)[1] == 5, "a lag that is given counts"
 
 
 def test_own_tiles_are_rounds_behind(compiling):

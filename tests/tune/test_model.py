@@ -2,14 +2,17 @@
 
 import heapq
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.kernels.all_gather_matmul.rules import BESIDE
+from pkt.kernels.matmul_all_reduce.rules import MISSED, PEER, ROUND_BYTES, operands
 from pkt.kernels.matmul_reduce_scatter.rules import ANNOUNCED, PARCEL_COSTS
 from pkt.kernels.shared.product_rules import ARRIVES
+from pkt.kernels.shared.tile_product import Tiles
 from pkt.model.calibration import collective_seconds
 from pkt.model.config import NCCL, UNFUSED, Config
 from pkt.model.cost import Estimate, library, overlapped, tile_seconds, waves
@@ -209,8 +212,23 @@ def test_taking_turns_by_hand(what):
     assert in_turns(what, short) == in_turns(what, short, lag=33)
     few = {**case, "M": 512, "N": 512}
     assert in_turns(what, few, lag=8) == in_turns(what, few, lag=2), "two tiles of each rank"
+    if what == "matmul_all_reduce":
+        found, two = (in_turns(what, {**few, "size": size}, lag=1).sync for size in (4, 2))
+        assert found - two == pytest.approx(2 * PEER, rel=0.02), "an owner adds three parts, one after the other"
     alone = in_turns(what, {**case, "size": 1}, lag=8)
     assert (alone.communication, alone.sync) == (0, 2 * H200.signal)
+
+
+def test_tiles_that_alternate_are_read_again_from_memory():
+    """On slower memory that is the limit of the all-reduce's Gluon form, unless own tiles come last, as with long K."""
+    slow, tiles = replace(H200, memory=2e12), Tiles(*WIDE)
+    assert operands(4096, tiles, 132) < ROUND_BYTES < operands(16384, tiles, 132)
+    for K, read in ((4096, MISSED * 128 * 64 * (128 + 256)), (16384, 3 * 16384)):
+        case = {"M": 16384, "N": 16384, "K": K, "dtype": "bf16", "size": 4}
+        found = OPERATORS["matmul_all_reduce"].predicted({"mode": "gluon"}, case, slow)
+        assert found.memory == pytest.approx(read * K * 2 / slow.memory)
+        limit = found.launch + max(found.compute, found.memory)
+        assert (found.total - found.correction == pytest.approx(limit)) == (K == 4096)
 
 
 def test_rounds_of_narrow_tiles_and_of_short_ones():

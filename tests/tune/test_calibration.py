@@ -102,7 +102,8 @@ def test_the_choices_at_shapes_that_were_measured_later(times, capsys):
 
 
 def test_the_choices_on_another_gpu_and_more_ranks(capsys):
-    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200."""
+    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200, and to 2 H100 where memory is not
+    the limit."""
     gpu, ratios, losses = gpu_named("NVIDIA H100 80GB HBM3"), [], []
     for (operator, M, N, K, size, _), ms in zoo.measured(calibrate.RESULTS / "zoo_4.json").items():
         forms = {mode: ms[f"pkt {mode}"] for mode in OPERATORS[operator].forms if f"pkt {mode}" in ms}
@@ -113,11 +114,11 @@ def test_the_choices_on_another_gpu_and_more_ranks(capsys):
         losses.append(taken / min(others))
     with capsys.disabled():
         print(f"\n4 H100: {len(ratios)} shapes, regret mean {statistics.fmean(ratios):.4f}, worst {max(ratios):.3f}")
-    assert len(ratios) > 40
+    assert len(ratios) > 100
     assert statistics.fmean(ratios) <= 1.01
-    assert max(ratios) <= 1.14, "256 rows, which low_latency takes 14 us longer for than unfused"
+    assert max(ratios) <= 1.14, "1500 rows of 1536 x 6144, which the Gluon form of GEMM+RS takes 13 us less for"
     assert statistics.geometric_mean(losses) <= 0.85
-    assert max(losses) <= 1.07
+    assert max(losses) <= 1.03
 
 
 def test_a_model_that_says_the_opposite_would_be_noticed(times, monkeypatch):

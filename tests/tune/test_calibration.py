@@ -102,8 +102,8 @@ def test_the_choices_at_shapes_that_were_measured_later(times, capsys):
 
 
 def test_the_choices_on_another_gpu_and_more_ranks(capsys):
-    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200, and to 2 H100 where memory is not
-    the limit."""
+    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200, and to 2 H100 where memory is no
+    limit."""
     gpu, ratios, losses = gpu_named("NVIDIA H100 80GB HBM3"), [], []
     for (operator, M, N, K, size, _), ms in zoo.measured(calibrate.RESULTS / "zoo_4.json").items():
         forms = {mode: ms[f"pkt {mode}"] for mode in OPERATORS[operator].forms if f"pkt {mode}" in ms}

@@ -163,7 +163,7 @@ def matmul_all_reduce(
     a: (M, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (M, N) of a's dtype; shares no memory with the operands. A symmetric one whose rows begin at multiples of 16
-        bytes is reduced in place; otherwise, and where None, the sum is copied from a workspace.
+        bytes is reduced in place; otherwise, and where None, "lcsc" and "gluon" copy the sum from a workspace.
     bias: (N,) of a's dtype, alike on all ranks. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by
         default) or "silu". The tile's owner applies both once, in fp32, to the sum; in mode "lcsc" to a sum that is
         rounded already.
@@ -186,7 +186,8 @@ def matmul_all_reduce(
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
         SMs busy.
-    lag: "gluon": tiles of every other rank that a rank computes before the first of its own; from 1.
+    lag: "gluon": tiles of every other rank that a rank computes before the first of its own; from 1, up to all of them,
+        which is the default where K is long.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 

@@ -44,6 +44,10 @@ With 7168 and less it makes no difference, or costs up to 7 %, because half of w
 MISSED = 0.42
 """Of what programs load where own tiles alternate with others', so much comes from memory: of 7 products on 4 x H100,
 with K up to 7168, which take as long as that takes, 0.40 to 0.43."""
+WIDE_COST = 1.1
+"""A wide tile takes so many times as long as by `pkt.model.cost.tile_seconds`. With 1.0 or 1.2 the model's choices are
+worse at shapes that were measured later (tests/tune/test_calibration.py): in the mean 1.0049 and 1.0056 times the time
+of the fastest form, with 1.1 1.0031."""
 PEER = 8e-6
 """Seconds for each peer beyond the first, where there are at most two rounds of tiles: an owner adds one part of a tile
 after the other, and stores the sum rank by rank. 9 products of 128 to 1024 rows take 14 to 20 us longer on 4 ranks than
@@ -153,6 +157,8 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
         loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
         missed = MISSED * loaded / gpu.memory if case.size > 1 else 0.0
     found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
+    if case.block_n > NARROW.block_n:
+        found = replace(found, compute=WIDE_COST * found.compute)
     if rounds <= 2:
         found = replace(found, sync=found.sync + PEER * max(0, case.size - 2))
     if found.launch + missed > found.total:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.kernels.all_gather_matmul.rules import BESIDE
-from pkt.kernels.matmul_all_reduce.rules import MISSED, PEER, ROUND_BYTES, operands
+from pkt.kernels.matmul_all_reduce.rules import MISSED, PEER, ROUND_BYTES, WIDE_COST, operands
 from pkt.kernels.matmul_reduce_scatter.rules import ANNOUNCED, PARCEL_COSTS
 from pkt.kernels.shared.product_rules import ARRIVES
 from pkt.kernels.shared.tile_product import Tiles
@@ -204,8 +204,9 @@ def test_taking_turns_by_hand(what):
     for lag, late in ((1, (ARRIVES - one / 33) * own / 132), (33, 0), (99, 0)):
         found = in_turns(what, case, lag=lag)
         assert found.communication == pytest.approx(moving)
-        longer = max(found.compute, moving)
-        assert found.exposed == pytest.approx(0.6 * (math.hypot(found.compute, moving) - longer) + max(
+        compute = found.compute / (1 if what == "matmul_reduce_scatter" else WIDE_COST)
+        longer = max(compute, moving)
+        assert found.exposed == pytest.approx(0.6 * (math.hypot(compute, moving) - longer) + max(
             0.0, moving + 2 * one - longer))  # fmt: skip
         assert found.sync == pytest.approx(2 * H200.signal + lag / 132 * one + late)
     short = {**case, "K": 1024}

@@ -31,10 +31,11 @@ MOVED = 4265
 """K of a product that takes as long as the links take for its output, on many ranks: 390 GB/s, and the rate of
 `average_seconds` on 132 SMs."""
 NARROW_COST = 1.2
-"""Two narrow tiles, in the time of a wide one. On 4 x H100 narrow and wide tiles take 1.04 and 0.86 ms for 8192 x 7168
-with K = 4096, 1.96 and 1.58 for 8192 x 8192 with 7168; 0.257 and 0.234 for 1024 x 8192 with 7168, which is two rounds
-of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2. On 2 the same, 0.311 and 0.260 for 2048 x
-8192 with 4096 (matmul_all_reduce_tried_4.json and _tried_2.json of benchmarks/results, as the figures below)."""
+"""What two narrow tiles take, in the time of a wide one. On 4 x H100 narrow and wide tiles take 1.04 and 0.86 ms for
+8192 x 7168 with K = 4096, 1.96 and 1.58 for 8192 x 8192 with 7168; 0.257 and 0.234 for 1024 x 8192 with 7168, which is
+two rounds of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2. On 2 they take 0.311 and 0.260
+for 2048 x 8192 with 4096 (matmul_all_reduce_tried_4.json and _tried_2.json of benchmarks/results, as the figures
+below)."""
 ROUND_BYTES = 72 << 20
 """Programs whose own tiles alternate with others' wait at different times, and then no longer read the same parts of
 the operands together. Where the operands of a round are more than this, which is more than L2 holds, own tiles come

@@ -50,9 +50,9 @@ WIDE_COST = 1.1
 worse at shapes that were measured later (tests/tune/test_calibration.py): in the mean 1.0049 and 1.0056 times the time
 of the fastest form, with 1.1 1.0031."""
 PEER = 8e-6
-"""Seconds for each peer beyond the first, where there are at most two rounds of tiles: an owner adds one part of a tile
-after the other, and stores the sum rank by rank. 9 products of 128 to 1024 rows take 14 to 20 us longer on 4 ranks than
-the fit to 2 ranks says; with three rounds it is 5, because other tiles are computed meanwhile (zoo_4.json)."""
+"""Seconds for each peer beyond the first: an owner adds one part of a tile after the other, and stores the sum rank by
+rank. 9 products of 128 to 1024 rows take 14 to 20 us longer on 4 ranks than the fit to 2 ranks says (zoo_4.json).
+Where other tiles are computed meanwhile it is 5 or less: in three rounds, or in two if wide tiles alternate."""
 NUM_COMM_SMS = 16
 """Where "lcsc" is given none."""
 CURVE_PEERS = 4
@@ -151,17 +151,19 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)
-    missed = 0.0
+    wide, missed, hidden = case.block_n > NARROW.block_n, 0.0, rounds > 2
     if lag == own:  # their sums are sent while they are computed
         lag = rules.lag_of(None, 0.25, own, gpu.sms, case.size)
     elif rounds > 1:
+        hidden |= wide
         loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
         missed = MISSED * loaded / gpu.memory if case.size > 1 else 0.0
     found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
-    if case.block_n > NARROW.block_n:
-        found = replace(found, compute=WIDE_COST * found.compute)
-    if rounds <= 2:
-        found = replace(found, sync=found.sync + PEER * max(0, case.size - 2))
+    found = replace(
+        found,
+        compute=(WIDE_COST if wide else 1) * found.compute,
+        sync=found.sync + (0 if hidden else PEER * max(0, case.size - 2)),
+    )
     if found.launch + missed > found.total:
         return replace(found, memory=missed, exposed=0.0, sync=0.0)
     return found

@@ -114,11 +114,12 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
     """Those of matmul_all_reduce. cuBLAS writes into `out`, where the sum is made."""
 
     def ours(call: Call) -> Product:
-        def place(out: torch.Tensor) -> torch.Tensor:
-            return out if in_place(call) else plain(out)
+        world, reached = call.world, in_place(call)  # the plan keeps neither the call nor its tensors
 
-        world, summed = call.world, place(call["out"])
-        reduce = all_reduce(world, summed, summed)
+        def place(out: torch.Tensor) -> torch.Tensor:
+            return out if reached else plain(out)
+
+        reduce = all_reduce(world, place(call["out"]), place(call["out"]))
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             multiply(world, a, b, plain(out))

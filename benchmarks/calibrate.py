@@ -157,20 +157,18 @@ def _tried() -> dict[Shape, dict[str, float]]:
 
 
 def _tried_on_h100() -> dict[Shape, dict[str, float]]:
-    """The unfused form of TRIED_ON_H100, and the Gluon form with the settings that it takes now. There memory, in which
-    H100 is slower than H200, is the limit of neither."""
+    """The unfused form of TRIED_ON_H100, and the Gluon form with the settings that it takes now. H100 is an H200 with
+    slower memory, which by the model is not what limits these."""
     found: dict[Shape, dict[str, float]] = {}
     for row in json.loads((RESULTS / TRIED_ON_H100).read_text())["rows"]:
         case, variant = row["case"].split(": ")
         M, N, K = map(int, case.split(" x "))
         tiles, lag = settled(M, N, K, 2, H200.sms)
-        order = (
-            "own tiles last" if 2 * lag >= math.ceil(M / tiles.block_m) * math.ceil(N / tiles.block_n) else f"lag {lag}"
-        )
-        form = {"unfused": "unfused", f"gluon, tiles 128 x {tiles.block_n}, groups of 16, {order}": "gluon"}.get(
-            variant
-        )
-        if form:
+        count = math.ceil(M / tiles.block_m) * math.ceil(N / tiles.block_n)
+        order = "own tiles last" if 2 * lag >= count else f"lag {lag}"
+        gluon = f"gluon, tiles 128 x {tiles.block_n}, groups of 16, {order}"
+        if variant in ("unfused", gluon):
+            form = "gluon" if variant == gluon else variant
             found.setdefault(Shape("matmul_all_reduce", M, N, K, 2), {})[form] = row["value"] / 1e3
     return found
 

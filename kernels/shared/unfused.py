@@ -2,9 +2,9 @@
 
 nccl: as PyTorch has them, through torch.distributed. pkt's own forms are measured against this one, and the tuner may
     choose it, so that pkt need never be slower. Over gloo, where a world has no GPUs, the same calls run on the CPU.
-unfused: pkt's own collectives, on symmetric memory that cuBLAS reads or writes. For few rows: such a product takes as
-    long as its weights take to come from memory, whoever multiplies, and cuBLAS is best at that; a collective of so
-    little takes only its latency, and pkt's have less than NCCL's.
+unfused: pkt's own collectives; cuBLAS reads what was gathered, and writes what is scattered, in symmetric memory. For
+    few rows: such a product takes as long as its weights take to come from memory, whoever multiplies, and cuBLAS is
+    best at that; a collective of so little takes only its latency, and pkt's have less than NCCL's.
 
 Products are rounded to the dtype before they are added, and the sum before bias and epilogue; NCCL adds in an order of
 its choice. Each operator hands in pkt's collective, which is planned once: between two calls of a plan nothing changes
@@ -13,6 +13,7 @@ that a plan of the collective depends on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
+from . import flagged
 from .checks import aligned, check_tensor
 from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
@@ -111,19 +113,28 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
 
 
 def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
-    """Those of matmul_all_reduce. cuBLAS writes into `out`, where the sum is made."""
+    """Those of matmul_all_reduce. cuBLAS writes into `out`, where the sum is made; or into symmetric memory, where a
+    switch makes it, if there is one, `out` is out of its reach, and more than two ranks have much to add."""
 
     def ours(call: Call) -> Product:
         world, reached = call.world, in_place(call)  # the plan keeps neither the call nor its tensors
+        few = flagged.shots(math.prod(call.shape) * call.dtype.itemsize, world.size, flagged.PLAIN_FLAG_BYTES)
+        switch = world.multicast and world.size > 2 and not reached and not few
+        total = _symmetric(call, *call.shape) if switch else None
 
         def place(out: torch.Tensor) -> torch.Tensor:
+            if total is not None:
+                return total
             return out if reached else plain(out)
 
         reduce = all_reduce(world, place(call["out"]), place(call["out"]))
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(world, a, b, plain(out))
-            reduce(place(out), place(out))
+            summed = place(out)
+            multiply(world, a, b, plain(summed))
+            reduce(summed, summed)
+            if total is not None:
+                plain(out).copy_(plain(total))
 
         return product
 

@@ -138,14 +138,14 @@ def without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["none", "plain", "symmetric", "odd"])
 @pytest.mark.usefixtures("without_flags")
 def test_sums_too_large_for_low_latency(kind: str) -> None:
-    """Such sums are made in the output, too, and need no workspace for it."""
+    """Such sums are made in the output, or in a workspace by the switch, which does not reach a plain output."""
 
     def run(world: Any) -> Any:
         multiplies(world, (18, 24, 20), torch.float32, kind)
         return [key for key in world._scopes[-1].kept if key[:3] == ("kernels.unfused", 18, 20)]
 
     keys = on_ranks(3, run, multicast=kind == "plain")
-    assert keys == [[], [], []]
+    assert [len(found) for found in keys] == [1 if kind == "plain" else 0] * 3
 
 
 @pytest.mark.usefixtures("without_flags")

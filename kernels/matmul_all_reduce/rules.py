@@ -39,12 +39,12 @@ below)."""
 ROUND_BYTES = 72 << 20
 """Programs whose own tiles alternate with others' wait at different times, and then no longer read the same parts of
 the operands together. Where the operands of a round are more than this, which is more than L2 holds, own tiles come
-last: 16384 x 16384 with K = 13312 takes 19.7 ms on 4 x H100 where they alternate, 11.4 where they come last, and
+last: 16384 x 16384 with K = 13312 takes 19.7 ms on 4 x H100 where they alternate, 11.5 where they come last, and
 cuBLAS alone 11.1; on 2, 8192 x 16384 with 26624 takes 16.7, 10.4 and 10.6, and 1500 x 7168 with 9216 0.365 and 0.348.
 With 7168 and less it makes no difference, or costs up to 7 %, because half of what is sent is sent with own tiles."""
 MISSED = 0.42
-"""Of what programs load where own tiles alternate with others', so much comes from memory: of 7 products on 4 x H100,
-with K up to 7168, which take as long as that takes, 0.40 to 0.43."""
+"""The share of what programs load that comes from memory where own tiles alternate with others'. Seven products on 4 x
+H100, with K up to 7168, take as long as memory takes for 0.40 to 0.43 of it."""
 WIDE_COST = 1.1
 """A wide tile takes so many times as long as by `pkt.model.cost.tile_seconds`. With 1.0 or 1.2 the model's choices are
 worse at shapes that were measured later (tests/tune/test_calibration.py): in the mean 1.0049 and 1.0056 times the time

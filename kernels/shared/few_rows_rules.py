@@ -82,7 +82,7 @@ def space_few(key: Key, gpu: Gpu) -> list[Config]:
 def seconds_few(sent: Callable[[Key], float]) -> Callable[[Mapping[str, Any], Key, Gpu], Estimate]:
     """The predicted time. sent: bytes that leave a rank. A unit is one tile with one part of K. Its time is that of the
     tile's loop, or of its weights' way to one SM. A round of units takes at least the time in which memory delivers all
-    its weights; row blocks share them."""
+    its weights; row blocks share them. What is sent in the last round, or before the first, nothing hides."""
 
     def seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
         M, N, K = math.ceil(key["M"]), key["N"], key["K"]

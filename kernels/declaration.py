@@ -43,16 +43,19 @@ class Operand:
         further result it may also return the sizes.
     dtypes: those it may have; () for that of the first operand.
     strided: plans take it with any strides, so it is never copied.
-    optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
-        same elements on every rank.
+    as_result: it has the result's dtype.
+    optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. turned: it is
+        such a view. same: it has the same elements on every rank.
     make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None. Its
         call.world has the rank, the number of ranks as `size`, and the number of the launch as `launch`.
     """
 
     shape: str | Callable[[Call], str | Shape]
     dtypes: tuple[torch.dtype, ...] = ()
+    as_result: bool = False
     optional: bool = False
     transposed: bool = False
+    turned: bool = False
     same: bool = False
     strided: bool = False
     make: Callable[[Shape, torch.Generator, Call], torch.Tensor] | None = None

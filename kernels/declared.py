@@ -157,8 +157,12 @@ class Declared:
                 continue
             checks.check_dense(call.name, name, tensor, world)
             stored = checks.stored(tensor)[0] if operand.transposed else tensor
-            given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": call.tensors[first].dtype}
-            checks.check_tensor(call.name, name, stored, world, contiguous=self.tuning is not None, **given)
+            alike = self.dtype(call) if operand.as_result else call.tensors[first].dtype
+            given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": alike}
+            contiguous = self.tuning is not None and not operand.turned
+            checks.check_tensor(call.name, name, stored, world, contiguous=contiguous, **given)
+            if operand.turned:
+                checks.check_turned(call.name, name, tensor, world)
         self._check_keywords(call)
         for name, operand in self.tensors.items():
             if call.tensors[name] is not None:
@@ -218,7 +222,7 @@ class Declared:
             if not isinstance(word, str):
                 continue  # a size
             letter, times = letter_of(word, size)
-            if letter not in call.sizes:
+            if letter not in call.sizes and not letter.isdigit():
                 if found[at] % times:
                     wanted = f"dimension {at} divisible by {times}" + " ranks" * word.startswith("W*")
                     raise ShapeError.argument(call.name, name, found, wanted, rank)

@@ -126,7 +126,7 @@ class Operator(Choosing):
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
         self._check_operands(call)
-        any_strides = [name for name, operand in self.tensors.items() if operand.strided]
+        any_strides = [name for name, operand in self.tensors.items() if operand.strided or operand.turned]
         copies = staging.contiguous(call, self.written, any_strides) if self.tuning is None else {}
         form = self._choose(call)
         staged = staging.unreachable(call, form.symmetric) if self._stages(call) else []

@@ -14,7 +14,7 @@ import pkt
 from pkt.cli import app
 from pkt.errors import DtypeError
 from pkt.kernels.operator import Operator, operators
-from tests.conformance.inputs import arguments_of
+from tests.conformance.inputs import arguments_of, result_dtype
 
 from .wrong_operators import OTHERS, Tried, parameters
 
@@ -47,12 +47,21 @@ BAD: dict[str, dict[type[pkt.PktError], tuple[Any, ...]]] = {  # keyword of an o
 }
 
 
+WHOLE = "all_reduce", "all_to_all", "matmul_all_reduce", "matmul_all_reduce_scaled"  # whose results are as operands
+
+
 def operator_calls(operator: Operator) -> Iterator[Call]:
     float32 = torch.float32
-    taken = {name: operand.dtypes or (float32,) for name, operand in operator.tensors.items()}
+    first = next(iter(operator.tensors.values())).dtypes
+    taken = {name: operand.dtypes or first or (float32,) for name, operand in operator.tensors.items()}
     dtypes = {name: float32 if float32 in of else of[0] for name, of in taken.items()}
-    shapes = {n: (4,) if o.shape == "W*t" else (4, 4) for n, o in operator.tensors.items()}
+    shapes = {
+        n: (4,) if o.shape == "W*t" else (1, 1) if n.startswith("scale_") else (4, 4)
+        for n, o in operator.tensors.items()
+    }
     good = {n: None if o.optional else torch.ones(shapes[n], dtype=dtypes[n]) for n, o in operator.tensors.items()}
+    dtypes["out"] = result_dtype(operator, operator.cases[0], next(iter(dtypes.values())))
+    good |= {n: good[n].t() for n, o in operator.tensors.items() if o.turned}
     arguments = arguments_of(operator, operator.cases[0])
 
     def call(name: str, value: Any, error: type[pkt.PktError]) -> Call:
@@ -67,8 +76,8 @@ def operator_calls(operator: Operator) -> Iterator[Call]:
             empty = operator.name == "all_gather_matmul" and name == "b" and value == ()  # a list of no weights
             yield call(name, value, pkt.ShapeError if empty else pkt.DtypeError)
         # The shape of `out` is looked at first, and (4, 4) is that of some results.
-        fits = name != "out" or operator.name in ("all_reduce", "all_to_all", "matmul_all_reduce")
-        nowhere = torch.ones(4, 4, dtype=dtypes.get(name, torch.float32), device="meta")
+        fits = name != "out" or operator.name in WHOLE
+        nowhere = torch.ones(4, 4, dtype=dtypes[name], device="meta")
         yield call(name, nowhere, pkt.DtypeError if fits else pkt.ShapeError)
     for name in inspect.signature(operator.function).parameters:
         for error, values in BAD.get(name, {}).items():

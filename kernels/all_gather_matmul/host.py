@@ -261,7 +261,7 @@ def fits_copies(call: Call) -> str:
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
 
 
-def _columns(call: Call) -> str:
+def columns_of(call: Call) -> str:
     """Those of b and bias, where the result has n."""
     return "2*n" if call["epilogue"] == "swiglu" else "n"
 
@@ -278,7 +278,7 @@ def _epilogue(call: Call, name: str, value: Any) -> Any:
 
 def not_rows(call: Call) -> str:
     """Why A is not sharded by rows, in words; "" where it is."""
-    return "" if call["shard"] == "rows" else f'shard {call["shard"]!r}, not "rows"'
+    return f'shard {call["shard"]!r}, not "rows"' if products.by_columns(call) else ""
 
 
 def fits_gluon(call: Call) -> str:
@@ -307,10 +307,16 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+def _chunk(call: Call) -> int:
+    return CHUNKS["columns" if products.by_columns(call) else "rows"]
+
+
 CHUNKS = {"rows": 1024, "columns": 256}
 """By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks of
 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push."""
-TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"], wide=call["shard"] == "rows")}
+TILES = {
+    "tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"], wide=not products.by_columns(call))
+}
 FITTED = products.fitted(_gluon, out=True)
 GLUON = Form(
     FITTED,
@@ -331,7 +337,7 @@ SWIGLU = (
 OPERATOR = Operator(
     all_gather_matmul,
     tensors=products.operands(
-        "m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} {_columns(call)}", _columns
+        "m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} {columns_of(call)}", columns_of
     ),
     result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
     arguments={"epilogue": _epilogue, "shard": choice("rows", "columns"), "keep": choice("shard", "whole")},
@@ -339,7 +345,7 @@ OPERATOR = Operator(
     forms={
         "push": Form(
             plain.push, "communicators fill inboxes, tiles wait for them", "(W - 1) |a|",
-            settings={"num_comm_sms": rules.NUM_COMM_SMS, "chunk": lambda call: CHUNKS[call["shard"]], **TILES},
+            settings={"num_comm_sms": rules.NUM_COMM_SMS, "chunk": _chunk, **TILES},
             several=plain.push_several, complete=_from_one, space=rules.space_push, seconds=rules.seconds_push,
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),

@@ -16,7 +16,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
-from ..shared import copies, products
+from ..shared import copies, products, scales
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -41,6 +41,8 @@ class Push(NamedTuple):
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS, this rank's; half as many columns with swiglu
+    scales: Any  # Scales, of operands of fp8, or None
+    words_ptr: Any  # as scales.words_of has them, or None
     inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks of its row block i that rank r has stored.
     # If COPIED, as copies.Gathering has it
@@ -102,6 +104,7 @@ def _compute(task, p, world, epoch, b, out):
         i = index // num_n
         j = index % num_n
         acc = _add_shard(acc, source, 0, i, j * p.BLOCK_N, p, world, epoch, b)
+        acc = scales.scaled_of(acc, p.scales, p.words_ptr, source, i * p.BLOCK_M, p.m, j * p.BLOCK_N, p.N, world, epoch)
         tile = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
         store_tile(out, source, tile, i * p.BLOCK_M, j * tile.shape[1], p.m, N, N, p.TMA)
 
@@ -134,6 +137,7 @@ def push_kernel(p, world):
         epoch = sync.peek_epoch(p.ready_ptr) - 1
     else:
         epoch = pl.epoch(p.ready_ptr, world)
+    scales.put(p.scales, p.words_ptr, p.m, world, epoch, p.BLOCK_M)
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
@@ -155,13 +159,14 @@ class _Inbox(NamedTuple):
     counters: SymmetricTensor
     together: int  # row blocks that a counter stands for
     chunk: int  # columns that it counts by
+    words: SymmetricTensor | None  # as scales.words_of has them
 
 
 def _pushed(call: Call) -> tuple[_Inbox, int]:
     """That of mode "push", and the programs of its grid."""
     world, tiles, dtype, (m, k) = call.world, call["tiles"], call.dtype, call["a"].shape
     num_m, size = triton.cdiv(m, tiles.block_m), world.size
-    tasks = (1 if call["shard"] == "columns" else size) * num_m * triton.cdiv(call["b"].shape[1], tiles.block_n)
+    tasks = (1 if products.by_columns(call) else size) * num_m * triton.cdiv(call["b"].shape[1], tiles.block_n)
     chunk = triton.cdiv(min(call["chunk"], k), tiles.block_k) * tiles.block_k
     programs = num_programs(world, tasks + call["num_comm_sms"])
 
@@ -170,8 +175,9 @@ def _pushed(call: Call) -> tuple[_Inbox, int]:
         return inbox, signals(size * num_m + 1, name=f"{CALL}.ready", world=world)  # ready, then the queue
 
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
-    inbox, counters = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
-    return _Inbox(inbox, counters, 1, chunk), programs
+    counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk)
+    inbox, counters = world.keep(counted, make)
+    return _Inbox(inbox, counters, 1, chunk, scales.words_of(call, counted)), programs
 
 
 def push(call: Call) -> Launch:
@@ -190,7 +196,7 @@ def push_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _computing(call: Call, found: _Inbox, *, gathered: bool) -> Launch:
     """launch(a, b, out, bias): a kernel that only computes. gathered: the launch before has waited for the shards."""
     world, a, b, tiles = call.world, call["a"], call["b"], call["tiles"]
-    shards = 1 if call["shard"] == "columns" else world.size
+    shards = 1 if products.by_columns(call) else world.size
     tasks = shards * triton.cdiv(a.shape[0], tiles.block_m) * triton.cdiv(b.shape[1], tiles.block_n)
     return _launch(call, found, num_programs(world, tasks), None, 0, gathered)
 
@@ -202,7 +208,8 @@ def copied(call: Call) -> tuple[_Inbox, Callable[[torch.Tensor], Callable[[], No
     together = min(call["push_rows"] or triton.cdiv(num_m, 4), num_m)
     found = copies.gathering(call.world, m, k, call.dtype, together * tiles.block_m)
     chunk = triton.cdiv(k, tiles.block_k) * tiles.block_k
-    return _Inbox(found.inbox, found.counters, together, chunk), found.begin
+    words = scales.words_of(call, (m, k, together * tiles.block_m))
+    return _Inbox(found.inbox, found.counters, together, chunk, words), found.begin
 
 
 def copy(call: Call) -> Launch:
@@ -210,9 +217,9 @@ def copy(call: Call) -> Launch:
     found, begin = copied(call)
     compute = _computing(call, found, gathered=False)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, *scales: Any) -> torch.Tensor:
         join = begin(a)
-        compute(a, b, out, bias)
+        compute(a, b, out, bias, *scales)
         join()
         return out
 
@@ -235,23 +242,26 @@ def copy_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _launch(
     call: Call, found: _Inbox, programs: int, queue: Any, num_comm_sms: int, gathered: bool = False
 ) -> Launch:  # fmt: skip
-    """launch(a, b, out, bias): push_kernel with so many programs. queue: None where it only computes."""
+    """launch(a, b, out, bias, *scales): push_kernel with so many programs. queue: None where it only computes."""
     world, (m, k), tiles, (rows, transposed) = call.world, call["a"].shape, call["tiles"], stored(call["b"])
     same = Push(
-        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None,
-        inbox_ptr=found.inbox, ready_ptr=found.counters, queue_ptr=queue,
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, scales=None,
+        words_ptr=found.words, inbox_ptr=found.inbox, ready_ptr=found.counters, queue_ptr=queue,
         m=m, N=call["b"].shape[1], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=found.together,
         COPIED=tl.constexpr(queue is None and not gathered), GATHERED=tl.constexpr(gathered),
-        COLUMNS=tl.constexpr(call["shard"] == "columns"),
+        COLUMNS=tl.constexpr(products.by_columns(call)),
         TMA=tl.constexpr(aligned(call["a"], rows, call["out"])), TRANSPOSED=tl.constexpr(transposed),
         EPILOGUE=tl.constexpr(call["epilogue"]), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(found.chunk),
         GROUP=tl.constexpr(tiles.group),
-    )[4:]  # fmt: skip
+    )[5:]  # fmt: skip
     start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
+    passed = scales.passing(call)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Push(a, b, bias, out, *same), world.device)
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, scale_a: Any = None, scale_b: Any = None
+    ) -> torch.Tensor:
+        start(Push(a, b, bias, out, passed(scale_a, scale_b), *same), world.device)
         return out
 
     return launch

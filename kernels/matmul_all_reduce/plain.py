@@ -38,6 +38,7 @@ from ..operator import Operator
 from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
+from ..shared.scales import passing, scaled
 from ..shared.tile_product import (
     Epilogue,
     accumulate,
@@ -73,6 +74,7 @@ class Work(NamedTuple):
     b_ptr: Any  # (k, N), or (N, k) if TRANSPOSED, this rank's
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (M, N) this rank's; the sum itself unless COPY
+    scales: Any  # Scales, of operands of fp8, or None
     sum_ptr: Any  # (M, ld) on every rank: first its own product, tile by tile, then the sum, stored by the tile's owner
     ready_ptr: Any  # int32 (tiles,) on every rank: how many ranks have a tile that this one owns
     done_ptr: Any  # int32, on every rank: tiles whose sum is there
@@ -104,6 +106,7 @@ def _compute(tile, w, world, epoch, a, b, mine):
     row, col = _place(tile, w)
     acc = tl.zeros((w.BLOCK_M, w.BLOCK_N), tl.float32)
     acc = accumulate(acc, a, 0, b, 0, 1, row, col, w.M, w.N, w.k, w.k, w.TMA, w.TRANSPOSED, w.BLOCK_K)
+    acc = scaled(acc, w.scales, row, w.M, col, w.N)
     store_tile(mine, 0, acc, row, col, w.M, w.N, w.ld, True)
     pl.signal(w.ready_ptr + tile, tile % world.size, world)
 
@@ -201,7 +204,7 @@ def _lcsc(call: Call) -> Launch:
     world, a, b, out, tiles, num_comm_sms = (
         call.world, call["a"], call["b"], call["out"], call["tiles"], call["num_comm_sms"],
     )  # fmt: skip
-    (M, k), N, dtype, in_place = a.shape, b.shape[1], call.dtype, unfused.in_place(call)
+    (M, k), N, dtype, in_place = a.shape, b.shape[1], call.result_dtype, unfused.in_place(call)
     rows, transposed = stored(b)
     ld = N if in_place else padded(N, dtype)
     total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
@@ -213,7 +216,7 @@ def _lcsc(call: Call) -> Launch:
 
     sums, counters = world.keep((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
     work = Work(
-        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=None, ready_ptr=counters,
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, scales=None, sum_ptr=None, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
         TMA=tl.constexpr(aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
@@ -221,10 +224,12 @@ def _lcsc(call: Call) -> Launch:
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     start = cooperative_launch(world, matmul_all_reduce_kernel, (programs,), **tiles.launch_options())
-    same = work[5:]
+    same, passed = work[6:], passing(call)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        these = Work(a, b, bias, out, out if in_place else sums, *same)
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, scale_a: Any = None, scale_b: Any = None
+    ) -> torch.Tensor:
+        these = Work(a, b, bias, out, passed(scale_a, scale_b), out if in_place else sums, *same)
         start(these, world.device)
         return out
 

@@ -39,6 +39,7 @@ from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
 from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
+from ..shared.scales import passing, scaled
 from ..shared.tile_product import (
     Epilogue,
     accumulate,
@@ -69,7 +70,7 @@ def reference(
 
 @triton.jit
 def _partial(
-    t, a, b, m, N, k, world, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
+    t, a, b, scales, m, N, k, world, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tile t of this rank's product, in fp32: (tile, owner, row in the owner's part, column). My own part comes
@@ -80,6 +81,9 @@ def _partial(
     i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = accumulate(acc, a, owner, b, 0, 1, i * BLOCK_M, j * BLOCK_N, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
+    if scales is not None:
+        # Those of rows behind the owner's part are of rows that are not stored.
+        acc = scaled(acc, scales, owner * m + i * BLOCK_M, world.size * m, j * BLOCK_N, N)
     return acc, owner, i * BLOCK_M, j * BLOCK_N
 
 
@@ -88,6 +92,7 @@ def add_kernel(
     a_ptr,  # (size * m, k) this rank's
     b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
     bias_ptr,  # (N,) this rank's, or None
+    scales,  # Scales, of operands of fp8, or None
     out_ptr,  # (m, N) this rank's
     sum_ptr,  # (2, m, ld) on every rank, zero between launches; all ranks add into one half, by the launch's parity
     done_ptr,  # int32 (1,) on every rank: programs of all ranks whose additions have landed everywhere
@@ -113,7 +118,9 @@ def add_kernel(
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     half = sum_ptr + tl.cast(epoch & 1, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        acc, owner, row, col = _partial(
+            t, a, b, scales, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP
+        )  # fmt: skip
         target = tl.make_tensor_descriptor(
             pl.peer(half, owner, world), [m, N], [tl.cast(ld, tl.int64), 1], [BLOCK_M, BLOCK_N]
         )
@@ -134,6 +141,7 @@ def inbox_kernel(
     a_ptr,  # (size * m, k) this rank's
     b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
     bias_ptr,  # (N,) this rank's, or None
+    scales,  # Scales, of operands of fp8, or None
     out_ptr,  # (m, N) this rank's
     inbox_ptr,  # (2, size, m, ld) on every rank; rank r stores [:, r] of all; halves by the launch's parity
     ready_ptr,  # int32 (size, tiles) on every rank; [r, t] is signalled by rank r when its tile t is in the inbox
@@ -162,7 +170,9 @@ def inbox_kernel(
     half = inbox_ptr + tl.cast(epoch & 1, tl.int64) * world.size * m * ld
     mine = half + tl.cast(rank, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        acc, owner, row, col = _partial(
+            t, a, b, scales, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP
+        )  # fmt: skip
         target = stack(pl.peer(mine, owner, world), 1, m, N, ld, BLOCK_M, BLOCK_N, True)
         store_tile(target, 0, acc, row, col, m, N, ld, True)
         # A counter for each source: one for all would take a fast rank's next launch for a slow rank's this one.
@@ -239,7 +249,7 @@ def matmul_reduce_scatter(
 # -------------------------------------------------------------------------------------------------------- host
 def _plain(call: Call) -> Launch:
     world, a, b, mode, tiles = call.world, call["a"], call["b"], call.mode, call["tiles"]
-    k, (m, N), size, dtype = a.shape[1], call.shape, world.size, call.dtype
+    k, (m, N), size, dtype = a.shape[1], call.shape, world.size, call.result_dtype
     rows, transposed = stored(b)
     ld = padded(N, dtype)
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
@@ -253,12 +263,15 @@ def _plain(call: Call) -> Launch:
         return buffer, signals(size * owned, name=f"{CALL}.ready", world=world)
 
     buffers = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
+    passed = passing(call)
     kernel = add_kernel if mode == "add" else inbox_kernel
     constants = (aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(a, b, bias, out, *buffers, m, N, k, ld, world.device, *constants)
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, scale_a: Any = None, scale_b: Any = None
+    ) -> torch.Tensor:
+        start(a, b, bias, passed(scale_a, scale_b), out, *buffers, m, N, k, ld, world.device, *constants)
         return out
 
     return launch

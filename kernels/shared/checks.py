@@ -56,6 +56,14 @@ def check_tensor(
         )
 
 
+def check_turned(call: str, name: str, tensor: torch.Tensor, world: World) -> None:
+    """Raise ShapeError unless `tensor` is the transposed view of a contiguous matrix."""
+    if tensor.ndim == 2 and not tensor.t().is_contiguous():
+        found = f"{tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
+        wanted = f"the transposed view of a contiguous tensor, as weight.t(), or {name}.t().contiguous().t()"
+        raise ShapeError.argument(call, name, found, wanted, world.rank)
+
+
 def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
     """Raise DtypeError unless `tensor` is a tensor that has strides."""
     if not isinstance(tensor, torch.Tensor):

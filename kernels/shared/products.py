@@ -28,6 +28,11 @@ def operands(
     return {"a": Operand(a, FLOATS), "b": Operand(b, transposed=True), "bias": bias}
 
 
+def by_columns(call: Call) -> bool:
+    """Whether A's shards lie beside each other; not in operators that take them by rows alone."""
+    return call.arguments.get("shard") == "columns"
+
+
 def nasty(*modes: str, **arguments: Any) -> Iterator[Case]:
     """Shapes that fill no tile, with a bias and an epilogue, in each of `modes`."""
     for at, mode in enumerate(modes):
@@ -81,7 +86,7 @@ def whole_runs(plan: Plan) -> Plan:
 
         call.tensors["a"], call.tensors["b"] = filled(call["a"], call["b"])
         launch = plan(call)
-        return lambda a, b, out, bias: launch(*filled(a, b), out, bias)
+        return lambda a, b, out, bias, *scales: launch(*filled(a, b), out, bias, *scales)
 
     return whole
 
@@ -163,9 +168,9 @@ def fitted(plan: Plan, *, out: bool) -> Plan:
 
 
 def _fit_and_launch(launch: Launch, fit_a: Fit | None, fit_b: Fit | None, fit_out: Fit | None) -> Launch:
-    def fit_and_launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any) -> torch.Tensor:
+    def fit_and_launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, *scales: Any) -> torch.Tensor:
         result = fit_out(out) if fit_out else out
-        launch(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, result, bias)
+        launch(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, result, bias, *scales)
         if result.data_ptr() != out.data_ptr():
             out.detach().copy_(result)  # as a kernel stores: also into what is trained
         return out

@@ -62,7 +62,8 @@ def accumulate(
 ):
     """acc + A[row : row + BLOCK_M, first:last] @ B[first:last, col : col + BLOCK_N]; what lies outside is zero.
 
-    No wait is in here, so the loop is pipelined. fp32 operands are multiplied in fp32 (no tf32).
+    No wait is in here, so the loop is pipelined. fp32 operands are multiplied in fp32 (no tf32). Products of fp8 are
+    added in fp32 every BLOCK_K of them, see scales.py.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
@@ -75,7 +76,7 @@ def accumulate(
                 y = tl.trans(tl.reshape(b.load([b_index, col, k]), (BLOCK_N, BLOCK_K)))
             else:
                 y = tl.reshape(b.load([b_index, k, col]), (BLOCK_K, BLOCK_N))
-            acc = tl.dot(x, y, acc, input_precision="ieee")
+            acc = _add_product(acc, x, y)
     else:
         # 64-bit bases, 32-bit offsets inside a tile: a register less for each element.
         rows = tl.arange(0, BLOCK_M)
@@ -92,12 +93,20 @@ def accumulate(
             b_offs = ks[:, None] * N + cols[None, :]
             step = tl.cast(N, tl.int64) * BLOCK_K
         for k in range(first, last, BLOCK_K):
-            x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0)
-            y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0)
-            acc = tl.dot(x, y, acc, input_precision="ieee")
+            x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0.0)
+            y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0.0)
+            acc = _add_product(acc, x, y)
             a_ptr += BLOCK_K
             b_ptr += step
     return acc
+
+
+@triton.jit
+def _add_product(acc, x, y):
+    if x.dtype.is_fp8():
+        return acc + tl.dot(x, y)
+    else:
+        return tl.dot(x, y, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -176,6 +185,9 @@ class Tiles(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
+FP8_BLOCK_K = 128
+"""Of fp8: how many products are added up in the tensor cores, as in DeepGEMM."""
+
 FP32_TILES = Tiles(64, 32, 16, num_stages=3)
 """fp32 without tf32 has no tensor cores: operands sit in registers, 214 of 255 with this tile."""
 
@@ -214,11 +226,13 @@ def default_tiles(m: int, dtype: torch.dtype, *columns: int, wide: bool = False)
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
+    fp8 = dtype.itemsize == 1  # whose two sums, see scales.py, would not fit beside each other in WIDE_TILES
     tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
     if whole_rows(dtype, *columns) and dtype != torch.float32:
-        large = WIDE_TILES if wide and m * columns[-1] >= WIDE_ELEMENTS else Tiles()
+        large = WIDE_TILES if wide and not fp8 and m * columns[-1] >= WIDE_ELEMENTS else Tiles()
         tiles = FEW_ROWS_TILES if m <= FEW_ROWS else MORE_ROWS_TILES if m <= MORE_ROWS else large
-    return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
+    block_k = FP8_BLOCK_K if fp8 else tiles.block_k
+    return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))), block_k=block_k)
 
 
 Epilogue = Literal["none", "relu", "gelu", "silu"]

@@ -13,6 +13,7 @@ that a plan of the collective depends on.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from . import flagged
 from .checks import aligned, check_tensor
 from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
-from .products import in_turn
+from .products import by_columns, in_turn
 from .tile_product import columns_each, finished
 
 _MATMUL = torch.backends.cuda.matmul
@@ -46,18 +47,19 @@ PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
 """torch's settings that a product of such operands depends on."""
 Planned = Callable[..., Launch]
 """`Operator.planned` of a collective."""
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
+Product = Callable[..., None]
+"""product(a, b, out, *scales) queues its work on the current stream; a and b are plain tensors. scales: none, or those
+of a and b, whose elements are fp8."""
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """gather(a) -> the whole A, plain and on the current stream, until the next call."""
 
 
-def gather_forms(all_gather: Planned) -> dict[str, Form]:
-    """Those of all_gather_matmul."""
+def gather_forms(all_gather: Planned, scaled: bool = False) -> dict[str, Form]:
+    """Those of all_gather_matmul. scaled: of fp8 operands."""
 
     def ours(call: Call) -> Gather:
-        world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
-        whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
+        world, columns, (m, k) = call.world, by_columns(call), call["a"].shape
+        whole = _symmetric(world, call.dtype, *((m, world.size * k) if columns else (world.size * m, k)))
         move, matrix = all_gather(world, plain(call["a"]), whole, dim=int(columns)), whole.plain()
 
         def gather(a: torch.Tensor) -> torch.Tensor:
@@ -67,12 +69,7 @@ def gather_forms(all_gather: Planned) -> dict[str, Form]:
         return gather
 
     def nccl(call: Call) -> Gather:
-        size, columns, (m, k), group = (
-            call.world.size,
-            call["shard"] == "columns",
-            call["a"].shape,
-            process_group(call.world),
-        )
+        size, columns, (m, k), group = call.world.size, by_columns(call), call["a"].shape, process_group(call.world)
 
         def gather(a: torch.Tensor) -> torch.Tensor:
             gathered = torch.empty((size * m, k), dtype=a.dtype, device=a.device)
@@ -83,7 +80,10 @@ def gather_forms(all_gather: Planned) -> dict[str, Form]:
 
         return gather
 
-    forms = _forms("all_gather", "(W - 1) |a|", _multiplied(ours), _multiplied(nccl), gathered, sums=False)
+    multiplied = _multiplied_scaled if scaled else _multiplied
+    forms = _forms("all_gather", "(W - 1) |a|", multiplied(ours), multiplied(nccl), gathered, sums=False)
+    if scaled:
+        return forms
     makers = {"unfused": ours, "nccl": nccl}
     return {name: replace(form, several=_several(makers[name])) for name, form in forms.items()}
 
@@ -92,11 +92,11 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
     """Those of matmul_reduce_scatter."""
 
     def ours(call: Call) -> Product:
-        world, partial = call.world, _symmetric(call, call["a"].shape[0], call["n"])
+        world, partial = call.world, _symmetric(call.world, call.result_dtype, call["a"].shape[0], call["n"])
         scatter, matrix = reduce_scatter(world, partial, call["out"]), partial.plain()
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(world, a, b, matrix)
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+            multiply(world, a, b, matrix, *scales)
             scatter(partial, out)
 
         return product
@@ -104,8 +104,10 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
     def nccl(call: Call) -> Product:
         group = process_group(call.world)
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            dist.reduce_scatter_tensor(plain(out), torch.mm(a, b), group=group)
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+            partial = torch.empty((a.shape[0], b.shape[1]), dtype=out.dtype, device=out.device)
+            matmul(a, b, partial, *scales)
+            dist.reduce_scatter_tensor(plain(out), partial, group=group)
 
         return product
 
@@ -117,10 +119,11 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
     switch makes it, if there is one, `out` is out of its reach, and more than two ranks have much to add."""
 
     def ours(call: Call) -> Product:
-        world, reached = call.world, in_place(call)  # the plan keeps neither the call nor its tensors
-        few = flagged.shots(math.prod(call.shape) * call.dtype.itemsize, world.size, flagged.PLAIN_FLAG_BYTES)
+        # The plan keeps neither the call nor its tensors.
+        world, dtype, reached = call.world, call.result_dtype, in_place(call)
+        few = flagged.shots(call["out"].nbytes, world.size, flagged.PLAIN_FLAG_BYTES)
         switch = world.multicast and world.size > 2 and not reached and not few
-        total = _symmetric(call, *call.shape) if switch else None
+        total = _symmetric(world, dtype, *call.shape) if switch else None
 
         def place(out: torch.Tensor) -> torch.Tensor:
             if total is not None:
@@ -129,9 +132,9 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
 
         reduce = all_reduce(world, place(call["out"]), place(call["out"]))
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
             summed = place(out)
-            multiply(world, a, b, plain(summed))
+            multiply(world, a, b, plain(summed), *scales)
             reduce(summed, summed)
             if total is not None:
                 plain(out).copy_(plain(total))
@@ -141,8 +144,9 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
     def nccl(call: Call) -> Product:
         group = process_group(call.world)
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            dist.all_reduce(torch.mm(a, b, out=plain(out)), group=group)
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+            matmul(a, b, out, *scales)
+            dist.all_reduce(plain(out), group=group)
 
         return product
 
@@ -197,18 +201,18 @@ def _plan(make: Callable[[Call], Product], again: bool = False) -> Callable[[Cal
 
 
 def _finished(call: Call, product: Product) -> Launch:
-    """launch(a, b, out, bias): the product, then bias and epilogue."""
+    """launch(a, b, out, bias, *scales): the product, then bias and epilogue."""
     epilogue, (M, n) = call["epilogue"], call.shape
     each = columns_each(epilogue)
     gate = gating(call.world, M, each * n) if each > 1 else None
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, *scales: torch.Tensor) -> torch.Tensor:
         if gate is not None:
-            whole = torch.empty((M, each * n), dtype=a.dtype, device=a.device)
-            product(plain(a), plain(b), whole)
+            whole = torch.empty((M, each * n), dtype=out.dtype, device=a.device)
+            product(plain(a), plain(b), whole, *scales)
             gate(whole, bias, out)
             return out
-        product(plain(a), plain(b), out)
+        product(plain(a), plain(b), out, *scales)
         if bias is not None or epilogue != "none":
             result = plain(out)
             result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
@@ -222,23 +226,60 @@ def _multiplied(make: Callable[[Call], Gather]) -> Callable[[Call], Product]:
 
     def product(call: Call) -> Product:
         gather = make(call)
-        return lambda a, b, out: _mm(gather(a), b, out)
+        return lambda a, b, out: matmul(gather(a), b, out)
 
     return product
+
+
+def _multiplied_scaled(make: Callable[[Call], Gather]) -> Callable[[Call], Product]:
+    """The same of fp8: the bits of A are gathered, and a scale for each of its rows."""
+
+    def product(call: Call) -> Product:
+        m, (bits, scales) = call["a"].shape[0], (copy.copy(call) for _ in range(2))
+        bits.tensors, scales.tensors = {"a": _bits(call["a"])}, {"a": of_each(call["scale_a"], (m, 1))}
+        gather, gather_scales = make(bits), make(scales)
+
+        def gather_and_multiply(a: Any, b: Any, out: Any, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
+            every = gather_scales(of_each(scale_a, (m, 1)))
+            matmul(gather(_bits(a)).view(a.dtype), b, out, every, scale_b)
+
+        return gather_and_multiply
+
+    return product
+
+
+def _bits(a: torch.Tensor) -> torch.Tensor:
+    """fp8 rows of whole runs of 16 bytes, as what collectives move: copied where torch cannot see them so."""
+    a = plain(a)
+    return (a.clone() if a.storage_offset() % 4 else a).view(torch.int32)
 
 
 def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Callable[..., None]]:
     """`several` of a form that gathers."""
 
     def plan(calls: Sequence[Call]) -> Callable[..., None]:
-        gather, multiply = make(calls[0]), in_turn(*(_finished(call, _mm) for call in calls))
+        gather, multiply = make(calls[0]), in_turn(*(_finished(call, matmul) for call in calls))
         return lambda a, bs, outs, biases: multiply(gather(plain(a)), bs, outs, biases)
 
     return plan
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(a, b, out=plain(out))
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+    """a @ b into `out`. scales: none, or those of a and b, whose elements are fp8: one, or one a row or column."""
+    out = plain(out)
+    if not scales:
+        torch.mm(a, b, out=out)
+        return
+    (scale_a, scale_b), rows, columns = scales, (a.shape[0], 1), (1, b.shape[1])
+    alike = (scale_a.shape == rows and scale_b.shape == columns) or scale_a.numel() == scale_b.numel() == 1
+    if not alike:  # torch takes one for all of both, or one for each row and column
+        scale_a, scale_b = of_each(scale_a, rows), of_each(scale_b, columns)
+    torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, out=out)
+
+
+def of_each(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """One scale, or one for each of `shape`, in this shape."""
+    return scale.reshape(shape) if scale.numel() == math.prod(shape) else scale.reshape(1, 1).expand(shape).contiguous()
 
 
 def lacks_group(call: Call) -> str:
@@ -258,17 +299,17 @@ def lacks_group(call: Call) -> str:
     return known[key]
 
 
-def _symmetric(call: Call, rows: int, cols: int) -> SymmetricTensor:
+def _symmetric(world: World, dtype: torch.dtype | None, rows: int, cols: int) -> SymmetricTensor:
     """Where cuBLAS and a collective of pkt hand over to each other: one for all operators, as one is in flight."""
-    name, dtype, world = "kernels.unfused", call.dtype, call.world
+    name = "kernels.unfused"
     return world.keep((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
 
 
-def multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """a @ b into `out`, after the world's last call, which may have been given another stream and still use `out`."""
+def multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+    """`matmul`, after the world's last call, which may have been given another stream and still use `out`."""
     if world.streams is not None:
         world.streams.follow()
-    torch.mm(a, b, out=out)
+    matmul(a, b, out, *scales)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def letters_of(operator: Operator) -> list[str]:
     if "..." in shapes:
         return []
     words = [letter_of(word, 1)[0] for shape in shapes if isinstance(shape, str) for word in shape.split()]
-    return list(dict.fromkeys(words))
+    return [word for word in dict.fromkeys(words) if not word.isdigit()]
 
 
 def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case]:
@@ -232,7 +232,9 @@ def everybody(
         seeds = [seed_of(launch, rank, number) for rank in ranks]
         own = operator.tensors[name].make
         if own is None:
-            found[name] = [make(shape, seed, dtype) for seed in seeds]
+            of = result_dtype(operator, case, dtype) if operator.tensors[name].as_result else dtype
+            turned = operator.tensors[name].turned
+            found[name] = [make(shape[::-1], seed, of).t() if turned else make(shape, seed, of) for seed in seeds]
         else:
             found[name] = every = []
             for rank, seed in enumerate(seeds):
@@ -243,6 +245,12 @@ def everybody(
 
 
 # ------------------------------------------------------------------------------------------------------------- a call
+def laid(operator: Operator, name: str, room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory as an operand, or as `out`: a transposed view where the operator takes only those."""
+    turned = name in operator.tensors and operator.tensors[name].turned
+    return room.view(shape[::-1]).t() if turned else room.view(shape)
+
+
 def placed(
     world: Any, tensor: torch.Tensor, symmetric: bool, offset: int = 0, transposed: bool = False
 ) -> torch.Tensor:
@@ -316,7 +324,7 @@ def bounds(
 ) -> tuple[torch.Tensor | float, ...]:
     """How far each right result may be from the exact one, element by element."""
     if operator.bound is None:
-        return (bound(operator, mode, case, rank, size, operands, dtype),)
+        return (bound(operator, mode, case, rank, size, operands, result_dtype(operator, case, dtype)),)
     roundings = operator.form(mode).roundings(size)
     with _where(operands):
         return tuple(operator.bound(rank, dtype, roundings, **operands, **arguments_of(operator, case)))
@@ -325,8 +333,8 @@ def bounds(
 def bound(
     operator: Operator, mode: str, case: Case, rank: int, size: int, operands: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.Tensor | float:
-    """How far a right result may be from the exact one, element by element. The form declares its roundings to the
-    dtype, and each term of the sum adds a rounding in fp32. The sum of the magnitudes bounds every partial sum."""
+    """How far a right result may be from the exact one, element by element. The form declares its roundings to `dtype`,
+    the result's, and each term of the sum adds one in fp32. The sum of the magnitudes bounds every partial sum."""
     arguments = arguments_of(operator, case)
     if operator.exact if isinstance(operator.exact, bool) else operator.exact(arguments):
         return 0.0

@@ -19,7 +19,7 @@ from tests import device_library
 from tests.conformance import inputs
 from tests.kernels.launches import all_launched, compile_checked
 
-from .operands import dtypes_of
+from .operands import dtypes_of, memory_like
 
 WIDE = {"m": 8192, "k": 256, "n": 2048}
 """Sizes of a product that takes tile_product.WIDE_TILES, the largest."""
@@ -59,7 +59,7 @@ def check_compiles(
         symmetric = operator.form(mode).symmetric
         tensors: dict[str, Any] = {}
         # The values of the operands that have no maker are not needed, and would take seconds.
-        made: Any = inputs.everybody(operator, case, world.size, 0, dtype, make=lambda *_: None)
+        made: Any = inputs.everybody(operator, case, world.size, 0, dtype, make=_no_values)
         for name, shape in inputs.shapes_of(operator, case, world.size).items():
             if operator.tensors[name].optional and name not in own.arguments.get("given", ()):
                 tensors[name] = None
@@ -68,7 +68,7 @@ def check_compiles(
             elif operator.tensors[name].make is not None:
                 tensors[name] = made[name][world.rank]
             else:
-                tensors[name] = torch.empty(shape, dtype=dtype)
+                tensors[name] = memory_like(operator, name, shape, dtype)
         if "out" in symmetric:
             empties = {n: None if t is None else [t.to("meta")] * world.size for n, t in tensors.items()}
             like = operator.reference(world.rank, **empties, **inputs.arguments_of(operator, case))
@@ -89,6 +89,11 @@ def check_compiles(
         assert engines or any(count_markers(kernel.asm["ptx"])["signal"] for kernel in compiled), "no kernel signals"
 
 
+def _no_values(shape: tuple[int, ...], *_: Any) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
 def floats(operator: Operator, mode: str) -> list[torch.dtype]:
     """The dtypes of a form whose results the reference can check."""
-    return [t for t in dtypes_of(operator, mode) if t in FLOATS or operator.exact is True]
+    found = dtypes_of(operator, mode)
+    return [t for t in found if t in FLOATS or operator.exact is True] or list(found)

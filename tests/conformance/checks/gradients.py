@@ -132,11 +132,12 @@ def check_compiled(operator: Operator) -> None:
     case = operator.cases[0]
     case = Case(sizes=case.sizes, shapes=case.shapes, arguments=inputs.arguments_of(operator, case))
     gradient = operator.backward is not None and not operator.backward.refuses(case.arguments, torch.float32)
-    mode = next(iter(operator.forms))
+    mode, taken = next(iter(operator.forms)), next(iter(operator.tensors.values())).dtypes
+    dtype = torch.float32 if torch.float32 in taken else taken[0]
 
     def run(world: Any) -> None:
-        operands = inputs.everybody(operator, case, world.size, 0, torch.float32, inputs.whole)
-        limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, torch.float32)
+        operands = inputs.everybody(operator, case, world.size, 0, dtype, inputs.whole)
+        limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, dtype)
         mine = {n: ts and ts[world.rank] for n, ts in operands.items()}
         leaves = {n: x if x is None else x.requires_grad_(gradient and x.is_floating_point()) for n, x in mine.items()}
 

@@ -25,6 +25,13 @@ def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
     return operator.form(mode).dtypes or next(iter(operator.tensors.values())).dtypes
 
 
+def memory_like(operator: Operator, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An operand of any values, for a first one of `dtype`."""
+    operand = operator.tensors[name]
+    of = inputs.result_dtype(operator, Case(), dtype) if operand.as_result else dtype
+    return torch.empty(shape[::-1], dtype=of).t() if operand.turned else torch.empty(shape, dtype=of)
+
+
 def given(
     world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None,
     offset: int | tuple[int, ...] = 0, transposed: bool = False,
@@ -40,7 +47,11 @@ def given(
     mine = {
         n: ts
         and inputs.placed(
-            world, ts[world.rank], n in symmetric, start(n), transposed and operator.tensors[n].transposed
+            world,
+            ts[world.rank],
+            n in symmetric,
+            start(n),
+            operator.tensors[n].turned or (transposed and operator.tensors[n].transposed),
         )
         for n, ts in operands.items()
     }

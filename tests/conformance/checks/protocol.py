@@ -24,8 +24,10 @@ def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
     """A program for `pkt.simulate`: launches with other inputs each time, whose accesses the race detector sees."""
     mode = case.arguments["mode"]
 
-    # Sums of whole numbers are exact, what an epilogue makes of them is not.
-    inexact = inputs.arguments_of(operator, case).get("epilogue", "none") != "none" or operator.bound is not None
+    # Sums of whole numbers are exact. What an epilogue or a scale makes of them is not.
+    rounded = inputs.result_dtype(operator, case, case.dtype) != case.dtype
+    finished = inputs.arguments_of(operator, case).get("epilogue", "none") != "none"
+    inexact = rounded or finished or operator.bound is not None
     any_shape = {n for n, o in operator.tensors.items() if o.shape == "..."}
     symmetric = {*operator.form(mode).symmetric, *any_shape}
     known: dict[tuple[int, int, int], tuple[dict[str, Any], list[torch.Tensor], tuple[Any, ...]]] = {}

@@ -97,7 +97,7 @@ def check_overlap(operator: Operator) -> None:
                 room = pkt.empty(ranks[0].numel() + like.numel(), dtype=dtype)
                 good = given(world, operator, None, operands)
                 good["out"], good[name] = room[1:][: like.numel()].view(like.shape), room[: ranks[0].numel()]
-                good[name] = good[name].view(ranks[0].shape)
+                good[name] = inputs.laid(operator, name, good[name], tuple(ranks[0].shape))
                 refuses(world, operator, good, case)
 
     on_ranks(2, run)
@@ -117,12 +117,13 @@ def check_agreement(operator: Operator) -> None:
             if out is not None:
                 size = torch.Size(like.shape).numel()
                 pool = pkt.empty(4096, dtype=torch.uint8)
-                out = pool[: size * dtype.itemsize].view(dtype).view(like.shape)
+                of = inputs.result_dtype(operator, mine, dtype)
+                out = pool[: size * of.itemsize].view(of).view(like.shape)
             rooms = {}
             for name, ranks in operands.items():
                 if ranks is not None:
                     room = pkt.empty(16384, dtype=torch.uint8)[: ranks[0].nbytes].view(ranks[0].dtype)
-                    room = room.view(ranks[0].shape)
+                    room = inputs.laid(operator, name, room, tuple(ranks[0].shape))
                     room.copy_(ranks[world.rank])
                     rooms[name] = room
                 else:
@@ -136,8 +137,8 @@ def check_agreement(operator: Operator) -> None:
     modes = [mode for mode, form in operator.forms.items() if not form.gpu and types[0] in dtypes_of(operator, mode)]
     mode = case.arguments.get("mode", modes[0])
     own = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "mode": mode})
-    other = next(t for t in dtypes_of(operator, mode) if t.itemsize == 4 and t != types[0])
-    differ(lambda world: (own, other if world.rank else types[0], mode))
+    for other in [t for t in dtypes_of(operator, mode) if t.itemsize == 4 and t != types[0]][:1]:
+        differ(lambda world, other=other: (own, other if world.rank else types[0], mode))
     plain = Case(
         sizes=case.sizes, shapes=case.shapes, arguments={k: v for k, v in case.arguments.items() if k == "given"}
     )

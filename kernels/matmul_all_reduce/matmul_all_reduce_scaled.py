@@ -1,0 +1,83 @@
+"""`matmul_all_reduce` of fp8 elements with scales: its kernels, and torch's product of fp8, see shared/scales.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pkt.runtime.world import Workspace, World
+
+from ..all_reduce import OPERATOR as ALL_REDUCE
+from ..declaration import Case
+from ..operator import Operator
+from ..shared import products, scales, unfused
+from ..shared.fp8 import FP8
+from ..shared.tile_product import Epilogue
+from . import plain
+
+
+def matmul_all_reduce_scaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    epilogue: Epilogue = "none",
+    mode: Literal["lcsc", "gluon", "unfused", "nccl"] | None = None,
+    num_comm_sms: int | None = None,
+    tiles: Sequence[int] | None = None,
+    lag: int | None = None,
+    workspace: Workspace | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of `a @ b`, of fp8 elements and their scales, on every rank in bf16. Collective.
+
+    a: (M, k), float8_e4m3fn, contiguous. Ranks may differ in k, and agree in all else.
+    b: (k, N), float8_e4m3fn, the transposed view of a contiguous tensor, as weight.t() of nn.Linear's weight.
+    scale_a: fp32, one for each row of a, (M, 1), or one for all of a, of any shape; each rank has its own.
+    scale_b: fp32, one for each column of b, (1, N), or one for all of b, of any shape.
+    out: (M, N), bf16; shares no memory with the operands. A new tensor where None.
+    bias: (N,), bf16, alike on all ranks. epilogue: as of matmul_all_reduce. A rank's product is scaled in fp32, and
+        sent in bf16.
+
+    mode: how it is computed: "lcsc", "gluon", "unfused", "nccl" as of matmul_all_reduce; sums of fp8 products are added
+        in fp32 every BLOCK_K of them. The last two take torch's product of fp8, and N that are multiples of 16. None
+        takes a form by the size of the product, see `default`.
+    num_comm_sms, tiles, lag: as of matmul_all_reduce. tiles: "gluon": (128, 128, 128, GROUP, 8, STAGES); else BLOCK_K
+        is at least 32.
+
+    workspace: keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Returns `out`, complete. It has no gradient. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
+    """
+    return OPERATOR(
+        (a, b, out, bias, scale_a, scale_b), (epilogue, mode, num_comm_sms, tiles, lag), world, workspace
+    )  # fmt: skip
+
+
+_of, SIZES = plain.OPERATOR, {"m": 28, "k": 32, "n": 32}
+OPERATOR = Operator(
+    matmul_all_reduce_scaled,
+    tensors=scales.operands("m k", same_bias=True),
+    result="m n",
+    dtype=lambda call: scales.RESULT,
+    arguments=products.ARGUMENTS,
+    settings={**{name: _of.settings[name] for name in ("num_comm_sms", "lag")}, "tiles": scales.tiles},
+    forms={
+        **{mode: scales.form(_of.forms[mode]) for mode in ("lcsc", "gluon")},
+        **scales.unfused(unfused.reduce_forms(ALL_REDUCE.planned)),
+    },
+    reference=scales.of_values(plain.reference),
+    private="k",
+    terms=_of.terms,
+    cases=(
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new", dtype=FP8),
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, multicast=False, dtype=FP8),
+        *products.nasty("lcsc"),
+        *scales.nasty("unfused"),
+    ),
+)

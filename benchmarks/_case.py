@@ -31,6 +31,7 @@ class Case:
     optional: frozenset[str] = frozenset()  # variants that are left out if they raise Unsupported
     skipped: dict[str, str] = field(default_factory=dict)  # variant -> why it is left out at this size
     fewer: dict[str, float] = field(default_factory=dict)  # variant -> bytes, where it sends fewer than `nbytes`
+    bounds: dict[str, float] = field(default_factory=dict)  # variant -> greatest error, where it is not _check.BOUND
 
 
 def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:

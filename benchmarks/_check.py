@@ -52,8 +52,9 @@ def checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[
         "error": None if name in case.unchecked else max(errors),
         "first_s": time.perf_counter() - start,
     }
-    if row["error"] is not None and not row["error"] <= BOUND:
-        row["failed"] = f"wrong: error {row['error']:.2g}, wanted at most {BOUND:g}"
+    bound = case.bounds.get(name, BOUND)
+    if row["error"] is not None and not row["error"] <= bound:
+        row["failed"] = f"wrong: error {row['error']:.2g}, wanted at most {bound:.2g}"
     return row
 
 

@@ -16,8 +16,14 @@ from benchmarks._run import run
 from benchmarks._timing import Settings
 
 
-def main(name: str, title: str, targets: dict[str, float] | None = None, argv: Iterable[str] | None = None) -> int:
-    """Run the benchmark module `benchmarks.<name>`. Returns 1 if a variant of pkt failed or was wrong, else 0."""
+def main(
+    name: str, title: str, targets: dict[str, float] | None = None, argv: Iterable[str] | None = None,
+    alone: str = "cuBLAS alone",
+) -> int:  # fmt: skip
+    """Run the benchmark module `benchmarks.<name>`. Returns 1 if a variant of pkt failed or was wrong, else 0.
+
+    alone: the variant that is the product alone, whose time is a limit for the others.
+    """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--sizes", default="", help="words, as 4096,8192: only cases whose label has one of them")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, simulated")
@@ -34,7 +40,7 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     rows = run(
         f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only, options.sizes
     )
-    limits(rows)
+    limits(rows, alone)
     text = markdown(f"{title}, {options.ranks} ranks", rows)
     print(text)
     if options.device == "cuda" and not any("ms" in row for row in rows):

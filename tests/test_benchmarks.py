@@ -16,7 +16,7 @@ import torch
 import pkt
 from benchmarks import _command, _job, _run, custom_ops, eager, figures, runtime
 from benchmarks._case import Case
-from benchmarks._check import BOUND
+from benchmarks._check import BOUND, checked
 from benchmarks._results import against, record, write
 from benchmarks._timing import PASSES, Settings
 from benchmarks.operators import modules
@@ -40,6 +40,7 @@ OTHERS = (
     "all_to_all_matmul",
     "all_gather_grouped_matmul",
     "grouped_matmul_reduce_scatter",
+    "fp8_products",
 )
 RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), **dict.fromkeys(OTHERS, 2)}
 
@@ -114,6 +115,14 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(_command, "ENVIRONMENT", {})  # it would change this process's environment
     assert _command.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
     assert "FAILED wrong: error 0.1" in capsys.readouterr().out
+
+
+def test_a_variant_may_have_a_bound_of_its_own() -> None:
+    world: Any = SimpleNamespace(synchronize=lambda: None, all_gather_object=lambda value: [value])
+    off: dict[str, Any] = dict.fromkeys(("strict", "loose"), lambda: torch.full((1,), 1.02))
+    made = Case(0.0, off, lambda: torch.ones(1), None, bounds={"loose": 0.03})
+    failed = {name: checked(world, made, name, [], False).get("failed") for name in off}
+    assert failed == {"strict": "wrong: error 0.02, wanted at most 0.01", "loose": None}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

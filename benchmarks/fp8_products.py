@@ -171,7 +171,7 @@ def case(world: Any, operator: str, rows: int, n: int, k: int, one: bool) -> Cas
 
 
 def _ours(world: Any, operator: str, mine: Operands, out: torch.Tensor) -> dict[str, Run]:
-    declared, (a, b), gpu = operators()[operator], mine, world.torch_device.type == "cuda"
+    declared, (a, b), gpu = operators()[f"{operator}_scaled"], mine, world.torch_device.type == "cuda"
 
     def run(mode: str | None) -> Run:
         small = {} if gpu or mode is None else dict(declared.forms[mode].small)

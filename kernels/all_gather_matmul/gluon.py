@@ -26,7 +26,7 @@ GATHERED: the launch before has gathered A, for another weight. Nothing is pushe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +39,7 @@ import pkt.language as pl
 from pkt.language import ptx, sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.replay import replayed
-from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -50,6 +50,7 @@ from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
     everywhere,
+    factors,
     half_block,
     here,
     kernel_constants,
@@ -62,12 +63,14 @@ from ..shared.gluon_warps import (
     Outbox,
     Peers,
     Ring,
+    Scales,
     Signals,
     Sizes,
     consume,
     first_columns,
     first_tile,
     grouped,
+    itemsize,
     open_barriers,
     open_outbox,
     open_ring,
@@ -176,6 +179,12 @@ class Rounds:
         _, _, j, _ = self.tile(place)
         return 2 * j + 1
 
+    @gluon.jit
+    def rows(self, place):
+        """See `consume`: a part of A is a shard."""
+        source, i, _, _ = self.tile(place)
+        return source, i
+
 
 @gluon.jit
 def deal(num_comm, rounds_alone, whole_rounds, order, PIECES: gl.constexpr):
@@ -262,7 +271,7 @@ def _load_unit(u, i, chunk, a, tasks, lane):
         if u % tasks.UNITS == 0:
             i, chunk = tasks.of(u)
         at = [i * BLOCK_M, (chunk * tasks.UNITS + u % tasks.UNITS) * BLOCK_K]
-        mbarrier.expect(lane.loaded.index(u % BUFFERS), BLOCK_M * BLOCK_K * 2)
+        mbarrier.expect(lane.loaded.index(u % BUFFERS), BLOCK_M * BLOCK_K * itemsize(lane.buffers.dtype))
         tma.async_copy_global_to_shared(a, at, lane.loaded.index(u % BUFFERS), lane.buffers.index(u % BUFFERS))
     return i, chunk
 
@@ -312,6 +321,26 @@ def _push(index, lane, a, push, order, signals):
             for d in gl.static_range(1, SIZE):
                 other = pl.peer(counter, (order.rank + d) % SIZE, signals.world)
                 gl.atomic_add(other, 1, sem="relaxed", scope="sys")
+
+
+@gluon.jit
+def exchange_scales(scales, words_ptr, m, epoch, world, num_warps: gl.constexpr):
+    """Scales of a kernel's Factors, if it has any, with those of all ranks' shards, of m rows each: the programs put
+    this rank's into every rank's words, to be taken where a tile needs them."""
+    if scales is None:
+        return None
+    else:
+        THREADS: gl.constexpr = 32 * num_warps
+        n = m if scales.A_STEP else 1
+        words = words_ptr + (epoch & 1) * world.size * n * 2
+        rank = gl.cast(world.rank, gl.int32)
+        for begin in range(gl.program_id(0) * THREADS, n, gl.num_programs(0) * THREADS):
+            place = begin + gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+            mine = gl.load(scales.a + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
+            for d in gl.static_range(world.size):
+                peer = (rank + d) % world.size
+                pl.put_flagged(words + (rank * n + place) * 2, (mine,), epoch, peer, world, mask=place < n)
+        return Scales(words, scales.b, m, epoch, world, scales.A_STEP, scales.B_STEP)
 
 
 # ------------------------------------------------------------------------------------------------------- roles
@@ -410,6 +439,9 @@ def gluon_push_kernel(
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk. If
     # COPIED, as copies.Gathering has it
     bias,  # (N,) this rank's, or None
+    scales,  # Factors of this rank's shard, or None
+    words_ptr,  # int32 (2, size, A's scales, 2) on every rank, or None: rank r puts its scales into [:, r] of all, as
+    # words of data and flag; halves by the parity of the launch
     sizes,  # Sizes; M of a shard, m above
     num_comm,  # programs that push; 0 if COPIED
     rounds_alone,  # rounds of tiles that they are left out of
@@ -432,7 +464,7 @@ def gluon_push_kernel(
         epoch = sync.peek_epoch(ready_ptr) - 1
     else:
         epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
+    ring = open_ring(a, b, c, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
     narrow = ring.narrowed(b_part, PIECES)
     push = Push(num_comm, None, None, None, None)
@@ -444,7 +476,7 @@ def gluon_push_kernel(
     rounds, cut_rounds = deal(num_comm, rounds_alone, whole_rounds, order, PIECES)
     whole = Work(rounds, ring, outbox)
     cut = Work(cut_rounds, narrow, outbox.narrowed(narrow))
-    finish = Finish(bias, sizes.N, constants.EPILOGUE)
+    finish = Finish(exchange_scales(scales, words_ptr, sizes.M, epoch, world, num_warps), bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     gl.warp_specialize(
         [
@@ -469,6 +501,7 @@ class _Way(NamedTuple):
     inboxes: list[TensorDescriptor]  # see `everywhere`
     ready: SymmetricTensor
     begin: Callable[[torch.Tensor], Callable[[], None]] | None  # as copies.Gathering has it
+    counted: tuple[Any, ...]  # all that the counters depend on
 
 
 def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles: Tiles) -> _Way:
@@ -480,15 +513,25 @@ def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles:
         inbox = empty(*shape, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world)
 
-    # All that the counters depend on: plans that differ in other settings share one workspace.
+    # Plans that differ in other settings share one workspace.
     counted = (m, K, dtype, tiles.block_m, chunk, num_programs(world, world.num_sms))
     inbox, ready = world.keep((CALL, "gluon", *counted), make)
-    return _Way(everywhere(inbox, (tiles.block_m, tiles.block_k), world), ready, None)
+    return _Way(everywhere(inbox, (tiles.block_m, tiles.block_k), world), ready, None, counted)
 
 
 def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: int, tiles: Tiles) -> _Way:
     inbox, ready, begin = gathering(world, m, K, dtype, rows, min(chunk, K))
-    return _Way(here(inbox.plain().view(world.size * m, K), (tiles.block_m, tiles.block_k)), ready, begin)
+    shards = here(inbox.plain().view(world.size * m, K), (tiles.block_m, tiles.block_k))
+    return _Way(shards, ready, begin, (m, K, dtype, rows, min(chunk, K)))
+
+
+def _words(world: World, count: int, counted: tuple[Any, ...]) -> SymmetricTensor:
+    """Words for so many scales of each rank, flagged with the launches that `counted` stands for."""
+
+    def make() -> SymmetricTensor:
+        return zeros(2, world.size, count, 2, dtype=torch.int32, name=f"{CALL}.gluon.scales", world=world)
+
+    return world.keep((CALL, "gluon scales", count, *counted), make)
 
 
 def _together(world: World, m: int, N: int, K: int, plan: PushPlan, tiles: Tiles) -> tuple[int, int]:
@@ -518,10 +561,13 @@ def push_launch(
     tiles: Tiles,
     epilogue: GatedEpilogue = "none",
     gathered: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
+    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
     `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"), whose checks of the
-    operands come before, with what `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90.
+    operands come before, with what `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at
+    multiples of 16 bytes, on sm_90.
     gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
     A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
@@ -532,6 +578,8 @@ def push_launch(
         way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, tiles)
     else:
         way = _pushed(world, m, K, dtype, chunk, tiles)
+    words = None if scale_a is None else _words(world, scale_a.numel(), way.counted)
+    scales_of = factors(scale_a, scale_b)
     part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     numbers = (num_comm, plan.rounds_alone, plan.whole_rounds, push_rows)
     passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, b, epilogue))
@@ -547,13 +595,17 @@ def push_launch(
 
     start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants, num_warps=CONSUMER_WARPS)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
         join = way.begin(a) if way.begin and not gathered else None
         try:
             start(
-                blocks_of_a, blocks_of_b, parts_of_b, halves, half_parts, *way.inboxes, way.ready, bias, *passed,
+                blocks_of_a, blocks_of_b, parts_of_b, halves, half_parts, *way.inboxes, way.ready, bias,
+                scales_of(scale_a, scale_b), words, *passed,
             )  # fmt: skip
         finally:
             blocks_of_a.base = blocks_of_b.base = parts_of_b.base = halves.base = half_parts.base = None

@@ -30,7 +30,15 @@ from pkt.runtime.world import World
 
 from ..declaration import Launch
 from ..shared.gluon_aggregate import aggregate
-from ..shared.gluon_host import CONSUMER_WARPS, descriptor, everywhere, half_block, kernel_constants, weights_descriptor
+from ..shared.gluon_host import (
+    CONSUMER_WARPS,
+    descriptor,
+    everywhere,
+    factors,
+    half_block,
+    kernel_constants,
+    weights_descriptor,
+)
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -43,6 +51,7 @@ from ..shared.gluon_warps import (
     grouped,
     open_outbox,
     open_ring,
+    open_scales,
     publish,
     turn,
 )
@@ -91,6 +100,12 @@ class Order:
         """See `consume`: a rank finishes the tiles that it owns."""
         d, _, _, j = self.tile(t)
         return gl.where(d == 0, 2 * j + 1, 2 * j)
+
+    @gluon.jit
+    def rows(self, t):
+        """See `consume`: A is one part."""
+        _, _, i, _ = self.tile(t)
+        return 0, i
 
 
 # --------------------------------------------------------------------------------------------------------- roles
@@ -165,6 +180,7 @@ def gluon_two_shot_kernel(
     ready_ptr,  # int32 ((size - 1) * count + 1,) on every rank: [d - 1, p] signalled by rank - d when its part of tile
     # p is in the inbox; the last counts the tiles that have landed in this rank's output
     bias,  # (N,) this rank's, or None
+    scales,  # Factors of this rank's product, or None
     sizes,  # Sizes
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
@@ -173,13 +189,13 @@ def gluon_two_shot_kernel(
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
+    ring = open_ring(a, b, out, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
     num_m = gl.cdiv(sizes.M, ring.BLOCK_M)
     num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
     turns = gl.cdiv(num_m * num_n, world.size) * world.size
     order = Order(gl.cast(world.rank, gl.int32), num_m, num_n, lag, turns, world.size, constants.GROUP)
-    finish = Finish(bias, sizes.N, constants.EPILOGUE)
+    finish = Finish(open_scales(scales, sizes.M, world), bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     inboxes = Peers((i1, i2, i3, i4, i5, i6, i7), world.size)
     outs = Peers((o1, o2, o3, o4, o5, o6, o7), world.size)
@@ -206,11 +222,13 @@ def two_shot_launch(
     tiles: Tiles,
     lag: int,
     epilogue: Epilogue = "none",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, bias) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
+    """launch(a, b, bias, scale_a, scale_b) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
     `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
-    returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
-    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
+    returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90. Collective."""
+    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, out.dtype
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, tiles_of_all)
     places = max(size - 1, 1) * triton.cdiv(tiles_of_all, size)
@@ -222,15 +240,18 @@ def two_shot_launch(
     inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
     inboxes, outs = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, out))
     passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, b, epilogue))
-    result = out.plain()
+    result, scales_of = out.plain(), factors(scale_a, scale_b)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
 
     start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), num_warps=CONSUMER_WARPS)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         tiles_of_a.base, tiles_of_b.base = a, b
         try:
-            start(tiles_of_a, tiles_of_b, *inboxes, *outs, ready, bias, *passed)
+            start(tiles_of_a, tiles_of_b, *inboxes, *outs, ready, bias, scales_of(scale_a, scale_b), *passed)
         finally:
             tiles_of_a.base = tiles_of_b.base = None
         return result

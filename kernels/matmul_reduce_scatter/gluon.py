@@ -41,6 +41,7 @@ from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
     everywhere,
+    factors,
     half_block,
     here,
     kernel_constants,
@@ -58,6 +59,7 @@ from ..shared.gluon_warps import (
     grouped,
     open_outbox,
     open_ring,
+    open_scales,
     publish,
     turn,
 )
@@ -105,6 +107,12 @@ class Order:
         """See `consume`: a rank finishes the tiles of its own part."""
         d, _, _, j = self.tile(t)
         return gl.where(d == 0, 2 * j + 1, 2 * j)
+
+    @gluon.jit
+    def rows(self, t):
+        """See `consume`: a part of A for each rank."""
+        d, _, i, _ = self.tile(t)
+        return (self.rank + d) % self.SIZE, i
 
     @gluon.jit
     def counter(self, p, index):
@@ -181,6 +189,7 @@ def gluon_inbox_kernel(
     ready_ptr,  # int32 (size - 1, parcels) on every rank; rank - d signals [d - 1, t // parcel] when tile t is in the
     # inbox. If COPIED as copies.Scattering has it
     bias,  # (N,) this rank's, or None
+    scales,  # Factors of this rank's product, or None
     sizes,  # Sizes; M of a rank's part, m above
     lag,  # tiles that a rank's own are behind the others': from 1 to all of them, as `turn` has it
     parcel,  # tiles that a counter stands for: 1 unless COPIED
@@ -197,12 +206,12 @@ def gluon_inbox_kernel(
         epoch = gl.load(ready_ptr + (world.size - 1) * gl.cdiv(num_m * num_n, parcel))
     else:
         epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
+    ring = open_ring(a, b, out, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
     half = 0 if COPIED else (epoch & 1) * (world.size - 1)
     rank = gl.cast(world.rank, gl.int32)
     order = Order(rank, num_m, num_n, lag, parcel, half, world.size, constants.GROUP)
-    finish = Finish(bias, sizes.N, constants.EPILOGUE)
+    finish = Finish(open_scales(scales, sizes.M, world), bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     peers = Peers((d1, d2, d3, d4, d5, d6, d7), world.size)
     gl.warp_specialize(
@@ -255,11 +264,14 @@ def inbox_launch(
     lag: int,
     copies: int = 0,
     epilogue: Epilogue = "none",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
+    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
     `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
-    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
-    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
+    `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90.
+    Collective."""
+    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, out.dtype
     m = M // size
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     copied = copies > 0 and size > 1
@@ -268,17 +280,21 @@ def inbox_launch(
     else:
         way = _stored(world, m, N, dtype, count, tiles)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
-    parts_of_out = descriptor(out, half_block(tiles))
+    parts_of_out, scales_of = descriptor(out, half_block(tiles)), factors(scale_a, scale_b)
     passed = (Sizes(m, N, K), lag, way.parcel, world.device, kernel_constants(tiles, b, epilogue))
     programs = num_programs(world, size * count)
 
     start = cooperative_launch(world, gluon_inbox_kernel, (programs,), COPIED=copied, num_warps=CONSUMER_WARPS)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         tiles_of_a.base, tiles_of_b.base, parts_of_out.base = a, b, out
         send = way.begin() if way.begin else None
         try:
-            start(tiles_of_a, tiles_of_b, parts_of_out, *way.inboxes, way.ready, bias, *passed)
+            scales = scales_of(scale_a, scale_b)
+            start(tiles_of_a, tiles_of_b, parts_of_out, *way.inboxes, way.ready, bias, scales, *passed)
         finally:
             tiles_of_a.base = tiles_of_b.base = parts_of_out.base = None
         if send:

@@ -14,6 +14,7 @@ from pkt.model.gpu import H200, gluon_lacks
 from pkt.runtime.world import World
 
 from ..declaration import Call
+from .fp8 import FP8
 from .tile_product import Tiles, whole_rows
 
 MAX_PEERS = 7
@@ -26,20 +27,26 @@ TILES = Tiles(128, 256, 64)
 
 NARROW = Tiles(128, 128, 64, num_stages=6)
 
-BLOCKS = ((128, 256, 64), (128, 128, 64))
+NARROW8 = Tiles(128, 128, 128, num_stages=6)
+"""Of fp8 operands."""
 
 
-def shared_bytes(tiles: Tiles) -> int:
-    """Of the ring, the outbox and the barriers."""
-    slot = tiles.block_k * (tiles.block_m + tiles.block_n)
-    return 2 * tiles.num_stages * slot + tiles.block_m * tiles.block_n + 512
+def blocks(dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
+    """Blocks that operands of a dtype may have: 128 bytes of K each, as TMA swizzles them."""
+    return tuple((128, n, 128 // dtype.itemsize) for n in (256, 128))
 
 
-def check_tiles(call: str, tiles: Tiles, world: World) -> None:
-    """ShapeError unless the Gluon forms can take `tiles`."""
-    used = shared_bytes(tiles)
+def shared_bytes(tiles: Tiles, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Of the ring, the outbox and the barriers, for operands of a dtype."""
+    slot = tiles.block_k * (tiles.block_m + tiles.block_n) * dtype.itemsize
+    return tiles.num_stages * slot + tiles.block_m * tiles.block_n + 512
+
+
+def check_tiles(call: str, tiles: Tiles, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
+    """ShapeError unless the Gluon forms can take `tiles` for operands of a dtype."""
+    used, allowed = shared_bytes(tiles, dtype), blocks(dtype)
     wanted = (
-        f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
+        f"blocks of {' or '.join(map(str, allowed))}" if tiles[:3] not in allowed
         else f"{Tiles().num_warps} warps and their registers, as it is by default"
         if (tiles.num_warps, tiles.maxnreg) != (Tiles().num_warps, Tiles().maxnreg)
         else "group at least 1" if tiles.group < 1
@@ -73,8 +80,8 @@ def unsuited(dtype: torch.dtype, size: int, *columns: int) -> str:
     TMA moves."""
     if not 1 < size <= MAX_PEERS + 1:
         return f"{size} ranks, not 2 to {MAX_PEERS + 1}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{dtype}, not bfloat16 or float16"
+    if dtype not in (torch.bfloat16, torch.float16, FP8):
+        return f"{dtype}, not bfloat16 or float16 or float8_e4m3fn"
     if not whole_rows(dtype, *columns):
         return f"rows of {' and '.join(map(str, columns))} elements, not multiples of 16 bytes"
     return ""

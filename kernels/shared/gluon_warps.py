@@ -15,6 +15,7 @@ A form has an aggregate for its order of tiles, whose methods the roles call:
     first()     where this program begins to count tiles
     end()       the number behind the last tile; a program's tiles are num_programs apart
     column(t)   the column of tiles of tile t, times 2, plus 1 if this rank finishes the tile; below 0 if there is none
+    rows(t)     of fp8: the part of A that tile t takes its rows from, and the row block in there
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+import pkt.language as pl
 from pkt.language import ptx
 
 from .gluon_aggregate import aggregate
@@ -41,6 +43,9 @@ SWIZZLED = gl.constexpr(64)
 """Columns of 16 bits that shared memory holds side by side."""
 REGISTERS = gl.constexpr([216, 64, 64])
 """A thread of the second consumer, the loader and the storer; the first has what is left."""
+PROMOTED = gl.constexpr(128)
+"""The widest fp8 tiles whose products are added up in fp32 registers, step by step: of a sum of fp8 products the tensor
+cores of sm_90 keep some 14 bits. In wider ones the sum stays there, because registers do not hold it twice."""
 
 
 class Sizes(NamedTuple):
@@ -49,6 +54,16 @@ class Sizes(NamedTuple):
     M: Any
     N: Any
     K: Any
+
+
+class Factors(NamedTuple):
+    """The scales of fp8 operands: an element of the product is multiplied by that of its row of A and that of its
+    column of B. A_STEP: 1 where A has one for each row, 0 where it has one. B_STEP: the same of B's columns."""
+
+    a: Any  # fp32, this rank's
+    b: Any  # fp32, this rank's
+    A_STEP: gl.constexpr
+    B_STEP: gl.constexpr
 
 
 class Constants(NamedTuple):
@@ -68,9 +83,16 @@ def half_layout(rows, columns, dtype):
 
 
 @gluon.constexpr_function
-def accumulator(columns, warps):
-    """The layout in registers of what the tensor cores add up, so many columns wide."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+def accumulator(columns, warps, itemsize=2):
+    """The layout in registers of what the tensor cores add up, so many columns wide. itemsize: of the operands."""
+    depth = 32 // itemsize
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, depth])
+
+
+@gluon.constexpr_function
+def itemsize(dtype):
+    """Bytes of an element."""
+    return dtype.primitive_bitwidth // 8
 
 
 @gluon.jit
@@ -124,7 +146,9 @@ class Ring:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     TRANSPOSED: gl.constexpr
-    HALF: gl.constexpr  # layout of half a tile
+    PROMOTED: gl.constexpr  # each step's product is added up in registers
+    DTYPE: gl.constexpr  # of finished tiles and of partial sums
+    HALF: gl.constexpr  # layout of half a tile of them
 
     @gluon.jit
     def steps(self):
@@ -140,7 +164,7 @@ class Ring:
     def half(self, step):
         """The part for B of the step's slot, seen as half a tile."""
         rows: gl.constexpr = self.BLOCK_M // CONSUMERS
-        return self.b_slot(step % self.STAGES)._reinterpret(self.b.dtype, [rows, self.BLOCK_N], self.HALF)
+        return self.b_slot(step % self.STAGES)._reinterpret(self.DTYPE, [rows, self.BLOCK_N], self.HALF)
 
     @gluon.jit
     def acquire(self, step):
@@ -164,8 +188,9 @@ class Ring:
     @gluon.jit
     def load(self, step, a, at, b, col, k):
         """Fill the step's slot with A from `at` and B from (k, col)."""
+        BYTES: gl.constexpr = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * itemsize(self.a.dtype)
         slot = self.acquire(step)
-        mbarrier.expect(self.full.index(slot), (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * 2)
+        mbarrier.expect(self.full.index(slot), BYTES)
         tma.async_copy_global_to_shared(a, at, self.full.index(slot), self.a.index(slot))
         if self.TRANSPOSED:
             tma.async_copy_global_to_shared(b, [col, k], self.full.index(slot), self.b_slot(slot))
@@ -178,7 +203,7 @@ class Ring:
         ROWS: gl.constexpr = self.BLOCK_M // CONSUMERS
         for h in gl.static_range(CONSUMERS):
             slot = self.acquire(step + h)
-            mbarrier.expect(self.full.index(slot), ROWS * self.BLOCK_N * 2)
+            mbarrier.expect(self.full.index(slot), ROWS * self.BLOCK_N * itemsize(self.DTYPE))
             at = [row + h * ROWS, 0]
             tma.async_copy_global_to_shared(partials, at, self.full.index(slot), self.half(step + h))
 
@@ -209,14 +234,14 @@ class Ring:
             slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, COLUMNS, self.BLOCK_K], b.layout)
         else:
             slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, self.BLOCK_K, COLUMNS], b.layout)
-        HALF: gl.constexpr = half_layout(self.BLOCK_M // CONSUMERS, COLUMNS, self.b.dtype)
+        HALF: gl.constexpr = half_layout(self.BLOCK_M // CONSUMERS, COLUMNS, self.DTYPE)
         return Ring(self.a, slots, self.full, self.empty, self.K, self.STAGES, self.BLOCK_M, COLUMNS, self.BLOCK_K,
-                    self.TRANSPOSED, HALF)  # fmt: skip
+                    self.TRANSPOSED, self.PROMOTED, self.DTYPE, HALF)  # fmt: skip
 
 
 @gluon.jit
-def open_ring(a, b, K, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """An empty ring for the blocks of `a` and `b`."""
+def open_ring(a, b, out, K, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """An empty ring for the blocks of `a` and `b`, and for finished tiles of the dtype of `out`."""
     BLOCK_M: gl.constexpr = a.block_shape[0]
     BLOCK_K: gl.constexpr = a.block_shape[1]
     BLOCK_N: gl.constexpr = b.block_shape[0 if TRANSPOSED else 1]
@@ -225,9 +250,10 @@ def open_ring(a, b, K, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
         b_slots = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
     else:
         b_slots = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    HALF: gl.constexpr = half_layout(BLOCK_M // CONSUMERS, BLOCK_N, a.dtype)
+    HALF: gl.constexpr = half_layout(BLOCK_M // CONSUMERS, BLOCK_N, out.dtype)
+    PROMOTES: gl.constexpr = itemsize(a.dtype) == 1 and BLOCK_N <= PROMOTED
     return Ring(a_slots, b_slots, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS), K, STAGES,
-                BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, HALF)  # fmt: skip
+                BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, PROMOTES, out.dtype, HALF)  # fmt: skip
 
 
 @aggregate
@@ -278,15 +304,65 @@ class Outbox:
 @gluon.jit
 def open_outbox(ring):
     """An empty outbox for the tiles of a ring."""
-    room = gl.allocate_shared_memory(ring.a.dtype, [ring.BLOCK_M // CONSUMERS, ring.BLOCK_N], ring.HALF)
+    room = gl.allocate_shared_memory(ring.DTYPE, [ring.BLOCK_M // CONSUMERS, ring.BLOCK_N], ring.HALF)
     return Outbox(room, open_barriers(CONSUMERS), open_barriers(1), open_barriers(2))
 
 
 @aggregate
-class Finish:
-    """What is done to a tile before it is rounded, by the rank that finishes it. A column of the result takes
-    columns_each(EPILOGUE) of the tile's."""
+class Scales:
+    """Those of fp8 operands, as `Factors` has them."""
 
+    a: gl.tensor  # pointer to fp32; or to int32, words of `pl.put_flagged` that hold the bits of fp32
+    b: gl.tensor  # pointer to fp32
+    m: gl.tensor  # rows of a part of A
+    flag: gl.tensor  # of the words, or None
+    world: gl.tuple
+    A_STEP: gl.constexpr
+    B_STEP: gl.constexpr
+
+    @gluon.jit
+    def of_a(self, place, mask):
+        """Those of A at `place`, fp32, once they are there."""
+        if self.flag is None:
+            found = gl.load(self.a + place, mask=mask)
+        else:
+            word = pl.take_flagged(self.a + 2 * place, self.flag, self.world, mask, values=1)
+            found = word[0].to(gl.float32, bitcast=True)
+        return found
+
+    @gluon.jit
+    def applied(self, half, CONSUMER: gl.constexpr, t, col, N, order):
+        """A consumer's half of tile t, fp32, which begins at column `col`, times the scales of its rows and columns."""
+        part, i = order.rows(t)
+        if self.A_STEP == 0:
+            half *= self.of_a(0 if self.flag is None else part, None)
+        else:
+            rows = gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))
+            rows += (i * CONSUMERS + CONSUMER) * half.shape[0]
+            half *= self.of_a(part * self.m + rows, rows < self.m)[:, None]
+        if self.B_STEP == 0:
+            half *= gl.load(self.b)
+        else:
+            cols = col + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
+            half *= gl.load(self.b + cols, mask=cols < N, other=0)[None, :]
+        return half
+
+
+@gluon.jit
+def open_scales(scales, m, world):
+    """Scales of a kernel's Factors, if it has any, for a part of A of m rows, or several."""
+    if scales is None:
+        return None
+    else:
+        return Scales(scales.a, scales.b, m, None, world, scales.A_STEP, scales.B_STEP)
+
+
+@aggregate
+class Finish:
+    """What is done to a tile before it is rounded: scales by every rank, the rest by the rank that finishes it. A
+    column of the result takes columns_each(EPILOGUE) of the tile's."""
+
+    scales: Scales  # or None
     bias: gl.tensor  # pointer to N values, or None
     N: gl.tensor
     EPILOGUE: gl.constexpr
@@ -339,8 +415,13 @@ def consume(CONSUMER: gl.constexpr, step, n, order, ring, outbox, finish, PARTIA
         if column < 0:
             following = order.column(after)
         else:
-            half, following = multiply(CONSUMER, step, n, column, after, order, ring, outbox)
+            if ring.PROMOTED:
+                half, following = multiply_promoted(CONSUMER, step, n, column, after, order, ring, outbox)
+            else:
+                half, following = multiply(CONSUMER, step, n, column, after, order, ring, outbox)
             step += steps
+            if finish.scales is not None:
+                half = finish.scales.applied(half, CONSUMER, t, (column >> 1) * ring.BLOCK_N, finish.N, order)
             mine = column & 1
             if PARTIALS > 0:
                 for _ in range(mine * PARTIALS):
@@ -367,7 +448,7 @@ def multiply(CONSUMER: gl.constexpr, step, n, following, after, order, ring, out
     of `following`: it divides, which takes long, so while the first product is in flight."""
     steps = ring.steps()
     ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
-    LAYOUT: gl.constexpr = accumulator(ring.BLOCK_N, gl.num_warps())
+    LAYOUT: gl.constexpr = accumulator(ring.BLOCK_N, gl.num_warps(), itemsize(ring.a.dtype))
     acc = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
     outbox.in_turn(CONSUMER, n)
     for k in range(steps):
@@ -384,6 +465,28 @@ def multiply(CONSUMER: gl.constexpr, step, n, following, after, order, ring, out
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     ring.free(step - 1, 1)
+    return acc, following
+
+
+@gluon.jit
+def multiply_promoted(CONSUMER: gl.constexpr, step, n, following, after, order, ring, outbox):
+    """As `multiply`, but each step's product is added in fp32 registers. Meanwhile the tensor cores have the other
+    consumer's."""
+    ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
+    LAYOUT: gl.constexpr = accumulator(ring.BLOCK_N, gl.num_warps(), itemsize(ring.a.dtype))
+    acc = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
+    part = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
+    outbox.in_turn(CONSUMER, n)
+    for k in range(ring.steps()):
+        slot = ring.await_full(step)
+        x = ring.a.index(slot).slice(CONSUMER * ROWS, ROWS)
+        part = warpgroup_mma(x, ring.b_slot(slot).permute([1, 0]), part, use_acc=False, is_async=True)
+        if k == 0:
+            following = order.column(after)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        ring.free(step, 1)
+        acc += part
+        step += 1
     return acc, following
 
 

@@ -325,22 +325,19 @@ def _push(index, lane, a, push, order, signals):
 
 @gluon.jit
 def exchange_scales(scales, words_ptr, m, epoch, world, num_warps: gl.constexpr):
-    """Scales of a kernel's Factors, if it has any, with those of all ranks' shards, of m rows each: the programs put
-    this rank's into every rank's words, to be taken where a tile needs them."""
-    if scales is None:
-        return None
-    else:
-        THREADS: gl.constexpr = 32 * num_warps
-        n = m if scales.A_STEP else 1
-        words = words_ptr + (epoch & 1) * world.size * n * 2
-        rank = gl.cast(world.rank, gl.int32)
-        for begin in range(gl.program_id(0) * THREADS, n, gl.num_programs(0) * THREADS):
-            place = begin + gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-            mine = gl.load(scales.a + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
-            for d in gl.static_range(world.size):
-                peer = (rank + d) % world.size
-                pl.put_flagged(words + (rank * n + place) * 2, (mine,), epoch, peer, world, mask=place < n)
-        return Scales(words, scales.b, m, epoch, world, scales.A_STEP, scales.B_STEP)
+    """Those of a kernel's Factors, with A's of all ranks, whose shards have m rows each. The programs put this rank's
+    into the words of every rank, its own as well, and take them where a tile needs them."""
+    THREADS: gl.constexpr = 32 * num_warps
+    n = m if scales.A_STEP else 1
+    words = words_ptr + (epoch & 1) * world.size * n * 2
+    mine = words + gl.cast(world.rank, gl.int32) * n * 2
+    for begin in range(gl.program_id(0) * THREADS, n, gl.num_programs(0) * THREADS):
+        place = begin + gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+        found = gl.load(scales.a + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
+        for d in gl.static_range(world.size):
+            peer = (gl.cast(world.rank, gl.int32) + d) % world.size
+            pl.put_flagged(mine + place * 2, (found,), epoch, peer, world, mask=place < n)
+    return Scales(words, scales.b, m, epoch, world, scales.A_STEP, scales.B_STEP)
 
 
 # ------------------------------------------------------------------------------------------------------- roles
@@ -476,7 +473,10 @@ def gluon_push_kernel(
     rounds, cut_rounds = deal(num_comm, rounds_alone, whole_rounds, order, PIECES)
     whole = Work(rounds, ring, outbox)
     cut = Work(cut_rounds, narrow, outbox.narrowed(narrow))
-    finish = Finish(exchange_scales(scales, words_ptr, sizes.M, epoch, world, num_warps), bias, sizes.N, constants.EPILOGUE)
+    applied = None
+    if scales is not None:
+        applied = exchange_scales(scales, words_ptr, sizes.M, epoch, world, num_warps)
+    finish = Finish(applied, bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     gl.warp_specialize(
         [
@@ -564,10 +564,10 @@ def push_launch(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
-    `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"), whose checks of the
-    operands come before, with what `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at
-    multiples of 16 bytes, on sm_90.
+    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (size * m, N) = the
+    gathered `a` (m, K) @ `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"),
+    whose checks of the operands come before, with what `settings` returned. bf16 or fp16, or fp8 with scales and b as
+    (N, K); rows at multiples of 16 bytes, on sm_90.
     gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
     A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype

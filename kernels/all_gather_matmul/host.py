@@ -224,7 +224,8 @@ def _gluon(call: Call) -> Launch:
     from .gluon import push_launch
 
     plan = PushPlan(*(call[name] for name in PushPlan._fields))
-    return push_launch(call.world, call["a"], call["b"], call["out"], plan, call["tiles"], call["epilogue"])
+    scales = {name: call.tensors.get(name) for name in ("scale_a", "scale_b")}
+    return push_launch(call.world, call["a"], call["b"], call["out"], plan, call["tiles"], call["epilogue"], **scales)
 
 
 def _gluon_several(calls: Sequence[Call]) -> Callable[..., None]:
@@ -243,7 +244,7 @@ def _gluon_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: some follow from whether others are given."""
     N = call["b"].shape[1]
-    plan, tiles = settings(call["m"], N, call["k"], call.world, **{"tiles": None, **call.given})
+    plan, tiles = settings(call["m"], N, call["k"], call.world, **{"tiles": None, "dtype": call.dtype, **call.given})
     return {**plan._asdict(), "tiles": tiles}
 
 

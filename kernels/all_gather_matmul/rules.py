@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import triton
 
 from pkt.errors import ShapeError
@@ -18,7 +19,7 @@ from pkt.model.gpu import Gpu, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.gluon_fits import TILES, check_tiles
+from ..shared.gluon_fits import check_tiles, tiles_for
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key, average_seconds
 from ..shared.tile_product import Tiles, whole_rows
@@ -92,17 +93,19 @@ def half_columns(K: int, tiles: Tiles) -> int:
     return triton.cdiv(triton.cdiv(K, 2), tiles.block_k) * tiles.block_k
 
 
-def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
-    """The plan for a shard (m, K) and `b` of N columns, with the given settings kept. Within 3 % of the fastest on 4
-    and 2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
+def push_plan(
+    m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, dtype: torch.dtype = torch.bfloat16, **given: int
+) -> PushPlan:
+    """The plan for a shard (m, K) of a dtype and `b` of N columns, with the given settings kept. Of 16 bits within 3 %
+    of the fastest on 4 and 2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
 
     A is copied where that takes no longer than the product, each shard in two chunks where the own shard is multiplied
     sooner than the first one comes. Else A is pushed, and the programs that push are left out of as many rounds as fit
     into the time for which they push. Tiles after the last whole round are cut in two where they are done sooner then,
     but not where pushing takes longer than the rounds."""
-    tile = average_seconds(K, tiles)
+    tile = average_seconds(rules.columns16(K, dtype), tiles)
     count = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    one_copy = COPY_COSTS + 2 * m * K / COPY_RATE
+    one_copy = COPY_COSTS + dtype.itemsize * m * K / COPY_RATE
     copying = COPYING_BEGINS + (size - 1) * one_copy
     pushes = size == 1 or given.keys() & {"chunk", "rounds_alone"} or copying > count / programs * tile
     num_comm = given.get("num_comm_sms", PUSHERS if pushes else 0)
@@ -115,7 +118,7 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
         return PushPlan(0, chunk, whole_rounds=rounds, cut_last=cut)._replace(**given)
     pushing_programs = max(1, min(num_comm, programs))  # check_plan refuses the others later
     rate = PUSHED * min(pushing_programs, FILLS)
-    pushing = 2 * (size - 1) * m / rate / average_seconds(1, tiles)  # both times in seconds for each column of A
+    pushing = 2 * (size - 1) * m / rate / average_seconds(1, tiles)  # both times in seconds for each 16-bit column of A
     alone, joined, left = deal(count, programs, pushing_programs, math.ceil(pushing))
     links_limit = pushing > alone + joined
     cut = 2 if not links_limit and 0 < left <= programs // 2 else 1
@@ -150,11 +153,14 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
     need(plan.cut_last in CUTS, "cut_last", " or ".join(map(str, CUTS)))
 
 
-def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
-    """`push_plan` in a world, and its tiles. Raises ShapeError where the settings do not fit together."""
-    tiles = tiles or TILES
-    check_tiles(CALL, tiles, world)
-    plan = push_plan(m, N, K, world.size, tiles, num_programs(world, world.num_sms), **given)
+def settings(
+    m: int, N: int, K: int, world: World, tiles: Tiles | None, dtype: torch.dtype = torch.bfloat16, **given: int
+) -> tuple[PushPlan, Tiles]:
+    """`push_plan` in a world, for operands of a dtype, and its tiles. Raises ShapeError where the settings do not fit
+    together."""
+    tiles = tiles or tiles_for(dtype)
+    check_tiles(CALL, tiles, world, dtype)
+    plan = push_plan(m, N, K, world.size, tiles, num_programs(world, world.num_sms), dtype, **given)
     check_plan(plan, tiles, world)
     return plan, tiles
 
@@ -249,10 +255,10 @@ def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
-    tiles = Tiles(*config.get("tiles") or TILES)
+    tiles = Tiles(*config.get("tiles") or tiles_for(rules.dtype_of(key)))
     case = Product.of(key, tiles)
     given = {name: config[name] for name in PushPlan._fields if config.get(name) is not None}
-    plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, **given)
+    plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, rules.dtype_of(key), **given)
     if plan.num_comm_sms == 0:
         return _copied(case, plan, False, gpu)
     return _pushed(case, plan, tiles, gpu)

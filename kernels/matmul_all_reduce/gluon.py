@@ -195,7 +195,10 @@ def gluon_two_shot_kernel(
     num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
     turns = gl.cdiv(num_m * num_n, world.size) * world.size
     order = Order(gl.cast(world.rank, gl.int32), num_m, num_n, lag, turns, world.size, constants.GROUP)
-    finish = Finish(open_scales(scales, sizes.M, world), bias, sizes.N, constants.EPILOGUE)
+    applied = None
+    if scales is not None:
+        applied = open_scales(scales, sizes.M, world)
+    finish = Finish(applied, bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     inboxes = Peers((i1, i2, i3, i4, i5, i6, i7), world.size)
     outs = Peers((o1, o2, o3, o4, o5, o6, o7), world.size)
@@ -225,9 +228,10 @@ def two_shot_launch(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, bias, scale_a, scale_b) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
-    `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
-    returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90. Collective."""
+    """launch(a, b, bias, scale_a, scale_b) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the
+    sum over ranks of `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what
+    `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90.
+    Collective."""
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, out.dtype
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, tiles_of_all)

@@ -239,14 +239,19 @@ def _lcsc(call: Call) -> Launch:
 def _gluon(call: Call) -> Launch:
     from .gluon import two_shot_launch
 
-    world, result, dtype, in_place, name = call.world, call["out"], call.dtype, unfused.in_place(call), f"{CALL}.result"
+    world, result, in_place, name = call.world, call["out"], unfused.in_place(call), f"{CALL}.result"
     if not in_place:  # where peers store the finished tiles of an output that they cannot reach
-        M, N = call.shape
+        (M, N), dtype = call.shape, result.dtype
         result = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
-    two_shot = two_shot_launch(world, call["a"], call["b"], result, call["tiles"], call["lag"], call["epilogue"])
+    settings = (call[name] for name in ("tiles", "lag", "epilogue"))
+    scales = (call.tensors.get(name) for name in ("scale_a", "scale_b"))
+    two_shot = two_shot_launch(world, call["a"], call["b"], result, *settings, *scales)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found = two_shot(a, b, bias)
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        found = two_shot(a, b, bias, scale_a, scale_b)
         if not in_place:
             out.detach().copy_(found)  # as a kernel stores: also into what is trained
         return out
@@ -256,7 +261,8 @@ def _gluon(call: Call) -> Launch:
 
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
-    found = settings(call["m"], call["n"], call.greatest("k"), call.world, call["tiles"], call["lag"])
+    given = call["tiles"], call["lag"], call.dtype
+    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given)
     return dict(zip(("tiles", "lag"), found))
 
 

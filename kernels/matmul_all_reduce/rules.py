@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
 
 from pkt.model.config import Config, space
@@ -15,7 +16,8 @@ from pkt.model.gpu import Gpu, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.gluon_fits import NARROW, TILES, check_tiles
+from ..shared.fp8 import FP8
+from ..shared.gluon_fits import NARROW, NARROW8, TILES, check_tiles
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key, average_seconds
 from ..shared.tile_product import Tiles
@@ -93,10 +95,12 @@ def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
 
 
 def settled(
-    M: int, N: int, K: int, size: int, programs: int, tiles: Tiles | None = None, lag: int | None = None
-) -> tuple[Tiles, int]:
-    """`tiles` and `lag`; the rule fills in None."""
-    tiles = tiles or tiles_of(M, N, K, size, programs)
+    M: int, N: int, K: int, size: int, programs: int, tiles: Tiles | None = None, lag: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tiles, int]:  # fmt: skip
+    """`tiles` and `lag`, for operands of a dtype; the rule fills in None."""
+    tiles = tiles or (NARROW8 if dtype == FP8 else tiles_of(M, N, K, size, programs))
+    K = rules.columns16(K, dtype)
     count = _count(M, N, tiles)
     own, programs = triton.cdiv(count, size), max(1, min(programs, count))
     if lag is None and count > programs and operands(K, tiles, programs) > ROUND_BYTES:
@@ -109,11 +113,13 @@ def operands(K: int, tiles: Tiles, programs: int) -> float:
     return 4 * K * math.sqrt(programs * tiles.block_m * tiles.block_n)
 
 
-def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
+def settings(
+    M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tiles, int]:
     """`settled` in a world. Raises ShapeError."""
     if tiles is not None:
-        check_tiles(CALL, tiles, world)
-    return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag)
+        check_tiles(CALL, tiles, world, dtype)
+    return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- spaces
@@ -147,7 +153,8 @@ def seconds_lcsc(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
     shape = key["M"], key["N"], key["K"], key["size"]
-    tiles, lag = settled(*shape, gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag"))
+    given = Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag")
+    tiles, lag = settled(*shape, gpu.sms, *given, rules.dtype_of(key))
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)

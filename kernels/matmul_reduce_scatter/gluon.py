@@ -211,7 +211,10 @@ def gluon_inbox_kernel(
     half = 0 if COPIED else (epoch & 1) * (world.size - 1)
     rank = gl.cast(world.rank, gl.int32)
     order = Order(rank, num_m, num_n, lag, parcel, half, world.size, constants.GROUP)
-    finish = Finish(open_scales(scales, sizes.M, world), bias, sizes.N, constants.EPILOGUE)
+    applied = None
+    if scales is not None:
+        applied = open_scales(scales, sizes.M, world)
+    finish = Finish(applied, bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     peers = Peers((d1, d2, d3, d4, d5, d6, d7), world.size)
     gl.warp_specialize(
@@ -267,10 +270,10 @@ def inbox_launch(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
-    `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
-    `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90.
-    Collective."""
+    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (m, N) = my rows of the
+    sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come
+    before, with what `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16
+    bytes, on sm_90. Collective."""
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, out.dtype
     m = M // size
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)

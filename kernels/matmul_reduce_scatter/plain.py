@@ -281,13 +281,14 @@ def _gluon(call: Call) -> Launch:
     from .gluon import inbox_launch
 
     tensors = (call[name] for name in ("a", "b", "out"))
-    return inbox_launch(call.world, *tensors, call["tiles"], call["lag"], call["copies"], call["epilogue"])
+    scales = (call.tensors.get(name) for name in ("scale_a", "scale_b"))
+    return inbox_launch(call.world, *tensors, call["tiles"], call["lag"], call["copies"], call["epilogue"], *scales)
 
 
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
     given = (call[name] for name in ("tiles", "lag", "copies"))
-    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given)
+    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given, call.dtype)
     return dict(zip(("tiles", "lag", "copies"), found))
 
 

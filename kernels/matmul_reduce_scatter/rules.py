@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import triton
 
 from pkt.errors import ShapeError
@@ -15,7 +16,7 @@ from pkt.model.gpu import Gpu, interpolated, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.gluon_fits import TILES, check_tiles
+from ..shared.gluon_fits import TILES, check_tiles, tiles_for
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key
 from ..shared.tile_product import Tiles
@@ -50,26 +51,27 @@ def copies_of(m: int, N: int, K: int, size: int) -> int:
 
 def settled(
     m: int, N: int, K: int, size: int, programs: int,
-    tiles: Tiles | None = None, lag: int | None = None, copies: int | None = None,
+    tiles: Tiles | None = None, lag: int | None = None, copies: int | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tiles, int, int]:  # fmt: skip
-    """`tiles`, `lag` and `copies`; the rule fills in None. Where parts are copied, own tiles come last; else they are a
-    round behind the others'."""
-    tiles = tiles or TILES
+    """`tiles`, `lag` and `copies`, for operands of a dtype; the rule fills in None. Where parts are copied, own tiles
+    come last; else they are a round behind the others'."""
+    tiles = tiles or tiles_for(dtype)
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     if copies is None:
-        copies = copies_of(m, N, K, size) if lag is None else 0
+        copies = copies_of(m, N, rules.columns16(K, dtype), size) if lag is None else 0
     programs = max(1, min(programs, size * count))
     return tiles, max(count, 1) if copies else rules.lag_of(lag, 1, count, programs, size), copies
 
 
 def settings(
-    m: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None, copies: int | None = None
-) -> tuple[Tiles, int, int]:
+    m: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None, copies: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tiles, int, int]:  # fmt: skip
     """`settled` in a world. Raises ShapeError."""
-    check_tiles(CALL, tiles or TILES, world)
+    check_tiles(CALL, tiles or tiles_for(dtype), world, dtype)
     if copies and lag is not None:
         raise ShapeError.argument(CALL, "lag", lag, "none with copies", world.rank)
-    return settled(m, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, copies)
+    return settled(m, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, copies, dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- spaces
@@ -128,7 +130,14 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
     m, given = math.ceil(key["M"] / key["size"]), (config.get("lag"), config.get("copies"))
     tiles, lag, copies = settled(
-        m, key["N"], key["K"], key["size"], gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, *given
+        m,
+        key["N"],
+        key["K"],
+        key["size"],
+        gpu.sms,
+        Tiles(*config["tiles"]) if config.get("tiles") else None,
+        *given,
+        rules.dtype_of(key),
     )
     case = Product.of(key, tiles)
     if copies and case.size > 1:

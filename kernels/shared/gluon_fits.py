@@ -31,6 +31,11 @@ NARROW8 = Tiles(128, 128, 128, num_stages=6)
 """Of fp8 operands."""
 
 
+def tiles_for(dtype: torch.dtype, others: Tiles = TILES) -> Tiles:
+    """The tiles for operands of a dtype, where those for 16 bits are `others`."""
+    return NARROW8 if dtype == FP8 else others
+
+
 def blocks(dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
     """Blocks that operands of a dtype may have: 128 bytes of K each, as TMA swizzles them."""
     return tuple((128, n, 128 // dtype.itemsize) for n in (256, 128))

@@ -350,11 +350,8 @@ class Scales:
 
 @gluon.jit
 def open_scales(scales, m, world):
-    """Scales of a kernel's Factors, if it has any, for a part of A of m rows, or several."""
-    if scales is None:
-        return None
-    else:
-        return Scales(scales.a, scales.b, m, None, world, scales.A_STEP, scales.B_STEP)
+    """Those of a kernel's Factors, for a part of A of m rows, or several."""
+    return Scales(scales.a, scales.b, m, None, world, scales.A_STEP, scales.B_STEP)
 
 
 @aggregate

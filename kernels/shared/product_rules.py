@@ -60,6 +60,11 @@ def gluon_fits(key: Key, gpu: Gpu, *columns: str) -> bool:
     return gpu.gluon and not unsuited(dtype_of(key), key["size"], *(key[name] for name in columns))
 
 
+def columns16(K: int, dtype: torch.dtype) -> int:
+    """Columns of 16 bits that are moved and multiplied in as long as K of a dtype, as tensor cores are fast."""
+    return K * dtype.itemsize // 2
+
+
 def dtype_of(key: Key) -> torch.dtype:
     """Of the operands of a case."""
     return DTYPES[dtype_text(key["dtype"])]

@@ -20,6 +20,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.operator import Operator
 from pkt.kernels.shared import checks
 from pkt.kernels.shared import copies as _copies
+from pkt.kernels.shared.fp8 import FP8
 from pkt.kernels.shared.tile_product import Tiles, columns_each
 from pkt.language.inspect import compile_only, device_world
 
@@ -35,7 +36,7 @@ from pkt.kernels.matmul_reduce_scatter import gluon as inbox
 from pkt.kernels.shared import gluon_fits
 from pkt.kernels.shared.gluon_warps import Constants
 
-TILES, NARROW = gluon_fits.TILES, gluon_fits.NARROW
+TILES, NARROW, NARROW8 = gluon_fits.TILES, gluon_fits.NARROW, gluon_fits.NARROW8
 
 SIGNAL = r"(?:atom|red)\.global\.sys\.relaxed"  # in PTX
 
@@ -125,6 +126,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         begin = lambda: world.begun.append(parcel) or (lambda: world.begun.append(len(kernels)))  # noqa: E731
         return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
 
+    monkeypatch.setattr(push, "zeros", Symmetric)
     monkeypatch.setattr(operator, "World", World)
     monkeypatch.setattr(agreement, "World", World)
     monkeypatch.setattr(push, "gathering", gathering)
@@ -172,43 +174,61 @@ Shape = tuple[int, int]
 def tensors(
     a: Shape, b: Shape, out: Shape, dtype: torch.dtype, transposed: bool, bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """a, b, out and, if wanted, the bias."""
-    weight = torch.empty(*b, dtype=dtype)
+    """a, b, out and, if wanted, the bias. Of fp8 operands b is transposed."""
+    weight, of_result = torch.empty(*b, dtype=dtype), result_dtype(dtype)
     return (
         torch.empty(*a, dtype=dtype),
-        as_weight(weight) if transposed else weight,
-        torch.empty(*out, dtype=dtype),
-        torch.empty(b[1], dtype=dtype) if bias else None,
+        as_weight(weight) if transposed or dtype == FP8 else weight,
+        torch.empty(*out, dtype=of_result),
+        torch.empty(b[1], dtype=of_result) if bias else None,
     )
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a product of operands of this dtype."""
+    return BF16 if dtype == FP8 else dtype
+
+
+def scales(rows: int, N: int, dtype: torch.dtype, each: str | None) -> dict[str, torch.Tensor]:
+    """Of fp8 operands: one for each row and column, "both", or one for A and one for B, or for one of them "rows" or
+    "columns"."""
+    if dtype != FP8:
+        return {}
+    of_rows, of_columns = each in ("both", "rows"), each in ("both", "columns")
+    shapes = {"scale_a": (rows if of_rows else 1, 1), "scale_b": (1, N if of_columns else 1)}
+    return {name: torch.empty(*shape) for name, shape in shapes.items()}
 
 
 def product(
     world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
-    plan: PushPlan | None = None, tiles: Tiles | None = None, **options: Any,
+    plan: PushPlan | None = None, tiles: Tiles | None = None, each: str | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     columns = N // columns_each(options.get("epilogue", "none"))
     a, b, out, added = tensors((m, K), (K, N), (world.size * m, columns), dtype, transposed, bias)
-    launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles or TILES, **options)
-    launch(a, b, out, added)
+    of, tiles = scales(m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
+    launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles, **options, **of)
+    launch(a, b, out, added, **of)
     return world.kernels[-1]
 
 
 def scatter(
     world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
-    tiles: Tiles | None = None, lag: int = 3, **options: Any,
+    tiles: Tiles | None = None, lag: int = 3, each: str | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, out, added = tensors((world.size * m, K), (K, N), (m, N), dtype, transposed, bias)
-    inbox.inbox_launch(world, a, b, out, tiles or TILES, lag, **options)(a, b, out, added)
+    of, tiles = scales(world.size * m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
+    inbox.inbox_launch(world, a, b, out, tiles, lag, **options, **of)(a, b, out, added, **of)
     return world.kernels[-1]
 
 
 def reduce(
     world: World, M: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
-    tiles: Tiles | None = None, lag: int | None = None, **options: Any,
+    tiles: Tiles | None = None, lag: int | None = None, each: str | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
-    out, settings = Symmetric(M, N, dtype=dtype), reduce_rules.settings(M, N, K, world, tiles, lag)
-    two_shot.two_shot_launch(world, a, b, out, *settings, **options)(a, b, added)
+    settings, of = reduce_rules.settings(M, N, K, world, tiles, lag, dtype), scales(M, N, dtype, each)
+    out = Symmetric(M, N, dtype=result_dtype(dtype))
+    two_shot.two_shot_launch(world, a, b, out, *settings, **options, **of)(a, b, added, **of)
     return world.kernels[-1]
 
 
@@ -261,7 +281,7 @@ def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]
 # --------------------------------------------------------------------------------------------------- what was built
 def assert_fits(launch: Compiled, folder: Path) -> None:
     """One program an SM, nothing spilled, no stack, and the registers that the consumers ask for. The products of the
-    tensor cores are waited for once a step and once at the end. A small change can make ptxas wait for each of them
+    tensor cores are waited for once a step, and of 16 bits once at the end. A small change can make ptxas wait for each of them
     instead: a comparison of the number of steps did, and all products took 8 % longer."""
     assert launch.grid[0] <= 132
     assert launch.kernel.metadata.num_warps == 12
@@ -271,4 +291,5 @@ def assert_fits(launch: Compiled, folder: Path) -> None:
     assert launch.kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
     assert "st.local" not in launch.ptx
     code, steps = sass(launch.kernel, folder), TILES.block_k // 16
-    assert code.count("HGMMA.64") * 2 == code.count("WARPGROUP.DEPBAR") * steps > 0
+    waits = code.count("WARPGROUP.DEPBAR") * steps
+    assert code.count("HGMMA.64") * 2 + code.count("QGMMA.64") == waits > 0

@@ -337,6 +337,7 @@ class Machine:
         return {
             "gl": gl, "tl": tl, "sync": sync, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
             "fence_async_shared": lambda: None, "half_layout": lambda *_: None, "accumulator": lambda *_: None,
+            "itemsize": lambda dtype: 2,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
         }  # fmt: skip

@@ -120,7 +120,7 @@ def run_push(
             weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
             Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
-            bias(weight.shape[1], finish), warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows,
+            bias(weight.shape[1], finish), None, None, warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows,
             world(rank, size, e), constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
         )  # fmt: skip
 
@@ -213,7 +213,7 @@ def run_inbox(
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed),
             Descriptor(outs[rank][e], *HALF), Descriptor(inbox[rank], *HALF), *owners, *[None] * (7 - len(owners)),
             Pointer(counters, rank),
-            bias(N, finish), warps.Sizes(m, N, K), lag, parcel, world(rank, size, e),
+            bias(N, finish), None, warps.Sizes(m, N, K), lag, parcel, world(rank, size, e),
             constants(stages, transposed, finish), copied, 4,
         )  # fmt: skip
 
@@ -284,7 +284,7 @@ def run_two_shot(
         unused = [None] * (8 - size)
         arguments = (
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), *boxes, *unused, *results, *unused,
-            Pointer(counters, rank), bias(N, finish),
+            Pointer(counters, rank), bias(N, finish), None,
             warps.Sizes(M, N, K), min(lag, count), world(rank, size, e), constants(3, transposed, finish), 4,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_mode_gluon_launches_the_two_shot(h200s, tmp_path):
 
 def test_a_trained_output_is_filled(h200s, monkeypatch):
     """The sum is copied to it from the memory where peers store it."""
-    monkeypatch.setattr(two_shot, "two_shot_launch", lambda *_: lambda a, b, bias: torch.full((8, 16), 3.0).bfloat16())
+    monkeypatch.setattr(two_shot, "two_shot_launch", lambda *_: lambda a, b, *_: torch.full((8, 16), 3.0).bfloat16())
     a, b = torch.ones(8, 8).bfloat16(), torch.ones(8, 16).bfloat16()
     out = torch.zeros(8, 16, dtype=torch.bfloat16, requires_grad=True)
     with torch.no_grad():

@@ -281,8 +281,8 @@ def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]
 # --------------------------------------------------------------------------------------------------- what was built
 def assert_fits(launch: Compiled, folder: Path) -> None:
     """One program an SM, nothing spilled, no stack, and the registers that the consumers ask for. The products of the
-    tensor cores are waited for once a step, and of 16 bits once at the end. A small change can make ptxas wait for each of them
-    instead: a comparison of the number of steps did, and all products took 8 % longer."""
+    tensor cores are waited for once a step, and of 16 bits once at the end. A small change can make ptxas wait for each
+    of them instead: a comparison of the number of steps did, and all products took 8 % longer."""
     assert launch.grid[0] <= 132
     assert launch.kernel.metadata.num_warps == 12
     usage = resources(launch.kernel, folder)

@@ -120,8 +120,9 @@ def run_push(
             weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
             Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
-            bias(weight.shape[1], finish), None, None, warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows,
-            world(rank, size, e), constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
+            bias(weight.shape[1], finish), None, None,
+            warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows, world(rank, size, e),
+            constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
         )  # fmt: skip
 
         def body(program: int) -> None:

@@ -414,7 +414,9 @@ class Machine:
 
         self.until(ready)
 
-    def _mma(self, a: Shared, b: Shared, acc: Tile, is_async: bool) -> Tile:
+    def _mma(self, a: Shared, b: Shared, acc: Tile, is_async: bool, use_acc: bool = True) -> Tile:
+        if not use_acc:
+            acc = Tile(np.zeros_like(acc.data))
         acc.products.append((a.data, b.data))
         return acc
 

@@ -92,6 +92,17 @@ def test_transposed_weights():
         run_two_shot(3, 29, 10, 18, 2, seed, transposed=True)
 
 
+def test_products_that_are_added_in_registers():
+    """As of fp8, without scales."""
+
+    def promoted(functions):
+        functions["multiply"] = functions["multiply_promoted"]
+
+    for seed in range(4):
+        for run in (run_push, run_inbox, run_two_shot):
+            run(3, 13, 10, 18, 2, seed, broken=promoted, transposed=True)
+
+
 def test_bias_and_epilogue():
     """The rank that finishes a tile applies both once, to each half of the tile with its own columns of the bias."""
     for seed in range(3):

@@ -207,7 +207,7 @@ def product(
     a, b, out, added = tensors((m, K), (K, N), (world.size * m, columns), dtype, transposed, bias)
     of, tiles = scales(m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
     launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles, **options, **of)
-    launch(a, b, out, added, **of)
+    launch(a, b, out, added, *of.values())
     return world.kernels[-1]
 
 
@@ -217,7 +217,7 @@ def scatter(
 ) -> Compiled:  # fmt: skip
     a, b, out, added = tensors((world.size * m, K), (K, N), (m, N), dtype, transposed, bias)
     of, tiles = scales(world.size * m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
-    inbox.inbox_launch(world, a, b, out, tiles, lag, **options, **of)(a, b, out, added, **of)
+    inbox.inbox_launch(world, a, b, out, tiles, lag, **options, **of)(a, b, out, added, *of.values())
     return world.kernels[-1]
 
 
@@ -228,7 +228,7 @@ def reduce(
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
     settings, of = reduce_rules.settings(M, N, K, world, tiles, lag, dtype), scales(M, N, dtype, each)
     out = Symmetric(M, N, dtype=result_dtype(dtype))
-    two_shot.two_shot_launch(world, a, b, out, *settings, **options, **of)(a, b, added, **of)
+    two_shot.two_shot_launch(world, a, b, out, *settings, **options, **of)(a, b, added, *of.values())
     return world.kernels[-1]
 
 

@@ -8,8 +8,8 @@ A case is a product of benchmarks/zoo.py: M (rows of all ranks), K and N are of 
 default those of Llama 3 70B on two ranks, on any number of ranks. Weights are the transposed view of a Linear's. Rows
 of A and columns of B have scales of their own; in cases "one scale" each operand has one.
 
-"torch._scaled_mm alone" multiplies an A that is there already. "fast" is torch's use_fast_accum=True, whose error is
-shown but not judged. "captured" is a replayed CUDA graph.
+"torch._scaled_mm alone" multiplies an A that is there already. "fast" is torch's use_fast_accum=True and pkt's
+fast_accum=True, whose error is shown but not judged. "captured" is a replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from pkt.kernels.operator import operators
 from pkt.kernels.shared.fp8 import FP8, LARGEST, LEAST_SCALE
 
 TITLE = "Fused products of fp8 operands, bf16 results"
-ROWS = (16, 256, 1024, 4096, 16384)
+ROWS = (16, 256, 512, 1024, 4096, 16384)
 SQUARES = (4096, 6144, 8192)
 ONE, ONE_ROWS = ("qkv", "down"), 4096  # the cases with one scale
 ONE_SCALE = 8 / LARGEST  # normal numbers are smaller than 8
 QUICK = (32, 64, 160)  # rows, N and K: K is more than one of the steps that are accumulated accurately
 
-SHARED: dict[str, str | None] = {"pkt default": None, "pkt gluon": "gluon", "pkt unfused": "unfused"}
-MODES: dict[str, dict[str, str | None]] = {
-    "all_gather_matmul": SHARED | {"pkt push": "push"},
-    "matmul_reduce_scatter": SHARED | {"pkt inbox": "inbox"},
-    "matmul_all_reduce": SHARED | {"pkt lcsc": "lcsc"},
+ACCUMULATIONS = {"": False, " fast": True}
+SHARED: dict[str, dict[str, Any]] = {
+    f"{name}{fast}": {"mode": mode, "fast_accum": allowed}
+    for name, mode in {"pkt default": None, "pkt gluon": "gluon", "pkt unfused": "unfused"}.items()
+    for fast, allowed in ACCUMULATIONS.items()
 }
-"""Of each operator: the variants of pkt and their modes."""
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "all_gather_matmul": SHARED | {"pkt push": {"mode": "push"}},
+    "matmul_reduce_scatter": SHARED | {"pkt inbox": {"mode": "inbox"}},
+    "matmul_all_reduce": SHARED | {"pkt lcsc": {"mode": "lcsc"}},
+}
+"""Of each operator: the variants of pkt and their keywords."""
 EAGER = "pkt default"
 """The variant of pkt that is timed without a graph, too."""
 ALONE, NCCL, FUSED = "torch._scaled_mm alone", "NCCL + torch._scaled_mm", "torch symm_mem fused"
 TWO_SHOT, ONE_SHOTS = "torch._scaled_mm + torch two-shot", "torch._scaled_mm + torch one-shot"
-ACCUMULATIONS = {"": False, " fast": True}
 Run = Callable[[], torch.Tensor]
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    ours = list(dict.fromkeys(name for modes in MODES.values() for name in modes))
+    ours = list(dict.fromkeys(name for of in VARIANTS.values() for name in of))
     if device == "cpu":
-        return [name for name in ours if name != "pkt gluon"]
+        return [name for name in ours if not name.startswith("pkt gluon")]
     theirs = [f"{name}{fast}" for name in (ALONE, NCCL, FUSED, TWO_SHOT, ONE_SHOTS) for fast in ACCUMULATIONS]
     return [*(f"{name}{c}" for name in theirs for c in (", captured", "")), *(f"{n}, captured" for n in ours), EAGER]
 
@@ -173,12 +177,13 @@ def case(world: Any, operator: str, rows: int, n: int, k: int, one: bool) -> Cas
 def _ours(world: Any, operator: str, mine: Operands, out: torch.Tensor) -> dict[str, Run]:
     declared, (a, b), gpu = operators()[f"{operator}_scaled"], mine, world.torch_device.type == "cuda"
 
-    def run(mode: str | None) -> Run:
-        small = {} if gpu or mode is None else dict(declared.forms[mode].small)
-        scales = {"scale_a": a.scales, "scale_b": b.scales}
-        return lambda: declared.function(a.elements, b.elements, out, mode=mode, world=world, **scales, **small)
+    def run(keywords: dict[str, Any]) -> Run:
+        mode = keywords["mode"]
+        small = {} if gpu or mode is None else declared.forms[mode].small
+        given = {"scale_a": a.scales, "scale_b": b.scales, "world": world, **keywords, **small}
+        return lambda: declared.function(a.elements, b.elements, out, **given)
 
-    return {name: run(mode) for name, mode in MODES[operator].items()}
+    return {name: run(keywords) for name, keywords in VARIANTS[operator].items()}
 
 
 def multiplied(a: Scaled, b: Scaled, out: torch.Tensor, fast: bool) -> torch.Tensor:

@@ -27,6 +27,7 @@ def all_gather_matmul_scaled(
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
     epilogue: GatedEpilogue = "none",
+    fast_accum: bool = False,
     mode: Literal["push", "copy", "gluon", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
@@ -45,13 +46,15 @@ def all_gather_matmul_scaled(
         where None.
     bias: (N,), bf16. epilogue: as of all_gather_matmul. Scales, bias and epilogue are applied in fp32; the result is
         rounded once.
+    fast_accum: True: sums of fp8 products may stay in the tensor cores, which keep some 14 bits of them; up to a sixth
+        faster. False: some hundred products are added up there, and then in fp32. As use_fast_accum of torch's product.
 
-    mode: how it is computed. None takes a form by the size of the product, see `default`.
-        "push", "copy", "gluon": as of all_gather_matmul; sums of fp8 products are added in fp32 every BLOCK_K of them.
+    mode: how it is computed. None takes, on GPUs, "unfused" for few rows and else "gluon", where they run.
+        "push", "copy", "gluon": as of all_gather_matmul.
         "unfused", "nccl": pkt's or NCCL's all-gather of a and of its scales, then torch's product of fp8, which takes N
             that are multiples of 16. They take no settings.
-    num_comm_sms, chunk, tiles, push_rows: as of all_gather_matmul. tiles: "gluon": (128, 128, 128, GROUP, 8, STAGES);
-        else BLOCK_K is at least 32.
+    num_comm_sms, chunk, tiles, push_rows: as of all_gather_matmul. tiles: "gluon": (128, 128, 128, GROUP, 8, STAGES),
+        with fast_accum also (128, 256, 128, GROUP, 8, STAGES). Else BLOCK_K is at least 32.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
@@ -59,7 +62,7 @@ def all_gather_matmul_scaled(
     DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     settings = (num_comm_sms, chunk, tiles, push_rows)
-    return OPERATOR((a, b, out, bias, scale_a, scale_b), (epilogue, mode, *settings), world, workspace)
+    return OPERATOR((a, b, out, bias, scale_a, scale_b), (epilogue, fast_accum, mode, *settings), world, workspace)
 
 
 SIZES = {"m": 12, "k": 20, "n": 32}
@@ -69,14 +72,15 @@ OPERATOR = Operator(
     tensors=scales.operands("m k", host.columns_of),
     result="W*m n",
     dtype=lambda call: scales.RESULT,
-    arguments={"epilogue": host.OPERATOR.arguments["epilogue"]},
+    arguments={**scales.ARGUMENTS, "epilogue": host.OPERATOR.arguments["epilogue"]},
     settings={"tiles": scales.tiles, **dict.fromkeys(_settings, integer(0))},
     forms={
         "push": scales.form(_forms["push"]),
         "copy": scales.form(_forms["copy"], fits=lambda call: ""),  # rows are made whole
-        "gluon": scales.form(_forms["gluon"], settings=dict.fromkeys(("tiles", *_settings))),
+        "gluon": scales.gluon(_forms["gluon"], *_settings),
         **scales.unfused(unfused.gather_forms(ALL_GATHER.planned, scaled=True)),
     },
+    default=scales.default("push", rows=lambda call: call.world.size * call["m"]),
     reference=scales.of_values(host.reference),
     terms=lambda sizes, size: size * sizes["k"],
     cases=(

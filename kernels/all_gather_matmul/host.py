@@ -244,7 +244,9 @@ def _gluon_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: some follow from whether others are given."""
     N = call["b"].shape[1]
-    plan, tiles = settings(call["m"], N, call["k"], call.world, **{"tiles": None, "dtype": call.dtype, **call.given})
+    plan, tiles = settings(
+        call["m"], N, call["k"], call.world, **{"dtype": call.dtype, **call.given, "tiles": call["tiles"]}
+    )
     return {**plan._asdict(), "tiles": tiles}
 
 

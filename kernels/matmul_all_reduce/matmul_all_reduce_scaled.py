@@ -27,6 +27,7 @@ def matmul_all_reduce_scaled(
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
     epilogue: Epilogue = "none",
+    fast_accum: bool = False,
     mode: Literal["lcsc", "gluon", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -43,19 +44,19 @@ def matmul_all_reduce_scaled(
     out: (M, N), bf16; shares no memory with the operands. A new tensor where None.
     bias: (N,), bf16, alike on all ranks. epilogue: as of matmul_all_reduce. A rank's product is scaled in fp32, and
         sent in bf16.
+    fast_accum: as of all_gather_matmul_scaled.
 
-    mode: how it is computed: "lcsc", "gluon", "unfused", "nccl" as of matmul_all_reduce; sums of fp8 products are added
-        in fp32 every BLOCK_K of them. The last two take torch's product of fp8, and N that are multiples of 16. None
-        takes a form by the size of the product, see `default`.
-    num_comm_sms, tiles, lag: as of matmul_all_reduce. tiles: "gluon": (128, 128, 128, GROUP, 8, STAGES); else BLOCK_K
-        is at least 32.
+    mode: how it is computed: "lcsc", "gluon", "unfused", "nccl" as of matmul_all_reduce.
+        The last two take torch's product of fp8, and N that are multiples of 16. None takes, on GPUs, "unfused" for few
+        rows and else "gluon", where they run.
+    num_comm_sms, tiles, lag: as of matmul_all_reduce; tiles as of all_gather_matmul_scaled.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
     Returns `out`, complete. It has no gradient. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     return OPERATOR(
-        (a, b, out, bias, scale_a, scale_b), (epilogue, mode, num_comm_sms, tiles, lag), world, workspace
+        (a, b, out, bias, scale_a, scale_b), (epilogue, fast_accum, mode, num_comm_sms, tiles, lag), world, workspace
     )  # fmt: skip
 
 
@@ -65,12 +66,14 @@ OPERATOR = Operator(
     tensors=scales.operands("m k", same_bias=True),
     result="m n",
     dtype=lambda call: scales.RESULT,
-    arguments=products.ARGUMENTS,
+    arguments=scales.ARGUMENTS,
     settings={**{name: _of.settings[name] for name in ("num_comm_sms", "lag")}, "tiles": scales.tiles},
     forms={
-        **{mode: scales.form(_of.forms[mode]) for mode in ("lcsc", "gluon")},
+        "lcsc": scales.form(_of.forms["lcsc"]),
+        "gluon": scales.gluon(_of.forms["gluon"], "lag"),
         **scales.unfused(unfused.reduce_forms(ALL_REDUCE.planned)),
     },
+    default=scales.default("lcsc", rows=lambda call: call["m"]),
     reference=scales.of_values(plain.reference),
     private="k",
     terms=_of.terms,

@@ -27,6 +27,7 @@ def matmul_reduce_scatter_scaled(
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
     epilogue: Epilogue = "none",
+    fast_accum: bool = False,
     mode: Literal["add", "inbox", "gluon", "unfused", "nccl"] | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
@@ -43,19 +44,19 @@ def matmul_reduce_scatter_scaled(
     scale_b: fp32, one for each column of b, (1, N), or one for all of b, of any shape.
     out: (m, N), bf16; shares no memory with the operands. A new tensor where None.
     bias: (N,), bf16. epilogue: as of matmul_reduce_scatter. A rank's product is scaled in fp32, and sent in bf16.
+    fast_accum: as of all_gather_matmul_scaled.
 
-    mode: how it is computed: "add", "inbox", "gluon", "unfused", "nccl" as of matmul_reduce_scatter; sums of fp8
-        products are added in fp32 every BLOCK_K of them. The last two take torch's product of fp8, and N that are
-        multiples of 16. None takes a form by the size of the product, see `default`.
-    tiles, lag, copies: as of matmul_reduce_scatter. tiles: "gluon": (128, 128, 128, GROUP, 8, STAGES); else BLOCK_K is
-        at least 32.
+    mode: how it is computed: "add", "inbox", "gluon", "unfused", "nccl" as of matmul_reduce_scatter.
+        The last two take torch's product of fp8, and N that are multiples of 16. None takes, on GPUs, "unfused" for few
+        rows and else "gluon", where they run.
+    tiles, lag, copies: as of matmul_reduce_scatter; tiles as of all_gather_matmul_scaled.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
     Returns `out`, complete. It has no gradient. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     return OPERATOR(
-        (a, b, out, bias, scale_a, scale_b), (epilogue, mode, tiles, lag, copies), world, workspace
+        (a, b, out, bias, scale_a, scale_b), (epilogue, fast_accum, mode, tiles, lag, copies), world, workspace
     )  # fmt: skip
 
 
@@ -65,12 +66,14 @@ OPERATOR = Operator(
     tensors=scales.operands("W*m k"),
     result="m n",
     dtype=lambda call: scales.RESULT,
-    arguments=products.ARGUMENTS,
+    arguments=scales.ARGUMENTS,
     settings={**{name: _of.settings[name] for name in ("lag", "copies")}, "tiles": scales.tiles},
     forms={
-        **{mode: scales.form(_of.forms[mode]) for mode in ("add", "inbox", "gluon")},
+        **{mode: scales.form(_of.forms[mode]) for mode in ("add", "inbox")},
+        "gluon": scales.gluon(_of.forms["gluon"], "lag", "copies"),
         **scales.unfused(unfused.scatter_forms(REDUCE_SCATTER.planned)),
     },
+    default=scales.default("add", rows=lambda call: call.world.size * call["m"]),
     reference=scales.of_values(plain.reference),
     private="k",
     terms=_of.terms,

@@ -27,8 +27,8 @@ TILES = Tiles(128, 256, 64)
 
 NARROW = Tiles(128, 128, 64, num_stages=6)
 
-NARROW8 = Tiles(128, 128, 128, num_stages=6)
-"""Of fp8 operands."""
+NARROW8, WIDE8 = Tiles(128, 128, 128, num_stages=6), Tiles(128, 256, 128)
+"""Of fp8 operands; the wide ones where sums may stay in the tensor cores, see gluon_warps.PROMOTED."""
 
 
 def tiles_for(dtype: torch.dtype, others: Tiles = TILES) -> Tiles:

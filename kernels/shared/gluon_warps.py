@@ -44,8 +44,10 @@ SWIZZLED = gl.constexpr(64)
 REGISTERS = gl.constexpr([216, 64, 64])
 """A thread of the second consumer, the loader and the storer; the first has what is left."""
 PROMOTED = gl.constexpr(128)
-"""The widest fp8 tiles whose products are added up in fp32 registers, step by step: of a sum of fp8 products the tensor
-cores of sm_90 keep some 14 bits. In wider ones the sum stays there, because registers do not hold it twice."""
+"""The widest fp8 tiles whose products are added up in fp32 registers, see scales.py. In wider ones the sum stays in the
+tensor cores, because registers do not hold it twice."""
+SUMMED = gl.constexpr(4)
+"""Steps whose products are added up in the tensor cores, before they are added in registers."""
 
 
 class Sizes(NamedTuple):
@@ -146,7 +148,7 @@ class Ring:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     TRANSPOSED: gl.constexpr
-    PROMOTED: gl.constexpr  # each step's product is added up in registers
+    PROMOTED: gl.constexpr  # products of SUMMED steps are added up in registers
     DTYPE: gl.constexpr  # of finished tiles and of partial sums
     HALF: gl.constexpr  # layout of half a tile of them
 
@@ -467,23 +469,28 @@ def multiply(CONSUMER: gl.constexpr, step, n, following, after, order, ring, out
 
 @gluon.jit
 def multiply_promoted(CONSUMER: gl.constexpr, step, n, following, after, order, ring, outbox):
-    """As `multiply`, but each step's product is added in fp32 registers. Meanwhile the tensor cores have the other
-    consumer's."""
+    """As `multiply`, but the products of SUMMED steps are added up in the tensor cores, and these sums in fp32
+    registers. Meanwhile the tensor cores have the other consumer's products."""
+    steps = ring.steps()
     ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
     LAYOUT: gl.constexpr = accumulator(ring.BLOCK_N, gl.num_warps(), itemsize(ring.a.dtype))
     acc = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
     part = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
     outbox.in_turn(CONSUMER, n)
-    for k in range(ring.steps()):
-        slot = ring.await_full(step)
-        x = ring.a.index(slot).slice(CONSUMER * ROWS, ROWS)
-        part = warpgroup_mma(x, ring.b_slot(slot).permute([1, 0]), part, use_acc=False, is_async=True)
-        if k == 0:
-            following = order.column(after)
+    for first in range(0, steps, SUMMED):
+        for k in range(first, gl.minimum(first + SUMMED, steps)):
+            slot = ring.await_full(step)
+            x = ring.a.index(slot).slice(CONSUMER * ROWS, ROWS)
+            part = warpgroup_mma(x, ring.b_slot(slot).permute([1, 0]), part, use_acc=k > first, is_async=True)
+            part = warpgroup_mma_wait(1, deps=(part,))
+            if k > first:
+                ring.free(step - 1, 1)
+            elif first == 0:
+                following = order.column(after)
+            step += 1
         part = warpgroup_mma_wait(0, deps=(part,))
-        ring.free(step, 1)
+        ring.free(step - 1, 1)
         acc += part
-        step += 1
     return acc, following
 
 

@@ -1,8 +1,9 @@
 """Scales of fp8 operands of products: an element of A stands for itself times the scale of its row, or of all of A, and
 one of B for itself times that of its column, or of all of B. So the sum of the products is multiplied by both, once.
 
-Tensor cores of sm_90 keep some 14 bits of a sum of fp8 products, so `tile_product.accumulate` adds up BLOCK_K of them
-at a time in fp32.
+Tensor cores of sm_90 keep some 14 bits of a sum of fp8 products. So they add up some hundred of them, and these sums
+are added in fp32: 128 in `tile_product.accumulate`, SUMMED times as many in `gluon_warps`. fast_accum, an argument of
+torch's product of fp8 too, allows them to add up all of K; the Gluon forms and torch's product then do.
 
 Where rows of A come from other ranks, their scales do, too: at its start a kernel puts this rank's into flagged words
 on every rank, itself included, and a tile takes those of its rows. So whatever moves A, they travel in the same launch.
@@ -22,9 +23,10 @@ import pkt.language as pl
 from pkt.runtime.memory.factories import zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-from ..declaration import Call, Case, Form, Operand, Shape
-from . import products
+from ..declaration import Call, Case, Form, Operand, Shape, flag
+from . import gluon_fits, products
 from .fp8 import FP8
+from .gluon_fits import NARROW8, WIDE8
 from .tile_product import Tiles, columns_each
 
 RESULT = torch.bfloat16
@@ -183,12 +185,31 @@ def of_values(reference: Reference) -> Reference:
 
     def exact(
         rank: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: Any, scale_a: Sequence[torch.Tensor],
-        scale_b: Sequence[torch.Tensor], epilogue: str = "none",
+        scale_b: Sequence[torch.Tensor], epilogue: str = "none", fast_accum: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         weighed = ([x.double() * scale.double() for x, scale in zip(*pair)] for pair in ((a, scale_a), (b, scale_b)))
         return reference(rank, *weighed, bias, epilogue)
 
     return exact
+
+
+ARGUMENTS = {**products.ARGUMENTS, "fast_accum": flag}
+
+
+_GLUON = gluon_fits.fits("n")  # k is made whole
+
+
+def gluon(of: Form, *names: str) -> Form:
+    """The same of a Gluon form, whose tiles follow from fast_accum. names: its other settings."""
+
+    def complete(call: Call) -> Mapping[str, Any]:
+        if call["tiles"].block_n > NARROW8.block_n and not call["fast_accum"]:
+            raise call.refuse("tiles", tuple(call["tiles"]), f"{NARROW8.block_n} columns, or fast_accum=True")
+        assert of.complete is not None
+        return of.complete(call)
+
+    tiles = {"tiles": lambda call: WIDE8 if call["fast_accum"] else NARROW8}
+    return form(of, settings={**tiles, **dict.fromkeys(names)}, complete=complete, fits=_GLUON)
 
 
 def form(of: Form, **others: Any) -> Form:
@@ -210,6 +231,21 @@ def unfused(forms: Mapping[str, Form]) -> dict[str, Form]:
 def _odd_columns(call: Call) -> str:
     columns = columns_each(call["epilogue"]) * call["n"]
     return f"{columns} columns of b, not a multiple of 16" if columns % 16 else ""
+
+
+FUSED_ROWS = 512
+"""Of the product, from which the Gluon forms are faster than torch's product and a collective."""
+
+
+def default(plain: str, rows: Callable[[Call], int]) -> Callable[[Call], str]:
+    """`default` of a product of so many rows. plain: the form in plain Triton, which runs anywhere."""
+
+    def chosen(call: Call) -> str:
+        if not call.on_gpu or _odd_columns(call):
+            return plain
+        return "unfused" if rows(call) < FUSED_ROWS or _GLUON(call) else "gluon"
+
+    return chosen
 
 
 def nasty(mode: str) -> Iterator[Case]:

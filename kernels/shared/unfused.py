@@ -93,20 +93,21 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
 
     def ours(call: Call) -> Product:
         world, partial = call.world, _symmetric(call.world, call.result_dtype, call["a"].shape[0], call["n"])
+        fast = _fast(call)
         scatter, matrix = reduce_scatter(world, partial, call["out"]), partial.plain()
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
-            multiply(world, a, b, matrix, *scales)
+            multiply(world, a, b, matrix, *scales, fast=fast)
             scatter(partial, out)
 
         return product
 
     def nccl(call: Call) -> Product:
-        group = process_group(call.world)
+        group, fast = process_group(call.world), _fast(call)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
             partial = torch.empty((a.shape[0], b.shape[1]), dtype=out.dtype, device=out.device)
-            matmul(a, b, partial, *scales)
+            matmul(a, b, partial, *scales, fast=fast)
             dist.reduce_scatter_tensor(plain(out), partial, group=group)
 
         return product
@@ -120,7 +121,7 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
 
     def ours(call: Call) -> Product:
         # The plan keeps neither the call nor its tensors.
-        world, dtype, reached = call.world, call.result_dtype, in_place(call)
+        world, dtype, reached, fast = call.world, call.result_dtype, in_place(call), _fast(call)
         few = flagged.shots(call["out"].nbytes, world.size, flagged.PLAIN_FLAG_BYTES)
         switch = world.multicast and world.size > 2 and not reached and not few
         total = _symmetric(world, dtype, *call.shape) if switch else None
@@ -134,7 +135,7 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
             summed = place(out)
-            multiply(world, a, b, plain(summed), *scales)
+            multiply(world, a, b, plain(summed), *scales, fast=fast)
             reduce(summed, summed)
             if total is not None:
                 plain(out).copy_(plain(total))
@@ -142,10 +143,10 @@ def reduce_forms(all_reduce: Planned) -> dict[str, Form]:
         return product
 
     def nccl(call: Call) -> Product:
-        group = process_group(call.world)
+        group, fast = process_group(call.world), _fast(call)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
-            matmul(a, b, out, *scales)
+            matmul(a, b, out, *scales, fast=fast)
             dist.all_reduce(plain(out), group=group)
 
         return product
@@ -237,11 +238,11 @@ def _multiplied_scaled(make: Callable[[Call], Gather]) -> Callable[[Call], Produ
     def product(call: Call) -> Product:
         m, (bits, scales) = call["a"].shape[0], (copy.copy(call) for _ in range(2))
         bits.tensors, scales.tensors = {"a": _bits(call["a"])}, {"a": of_each(call["scale_a"], (m, 1))}
-        gather, gather_scales = make(bits), make(scales)
+        gather, gather_scales, fast = make(bits), make(scales), _fast(call)
 
         def gather_and_multiply(a: Any, b: Any, out: Any, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
             every = gather_scales(of_each(scale_a, (m, 1)))
-            matmul(gather(_bits(a)).view(a.dtype), b, out, every, scale_b)
+            matmul(gather(_bits(a)).view(a.dtype), b, out, every, scale_b, fast=fast)
 
         return gather_and_multiply
 
@@ -264,8 +265,9 @@ def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Calla
     return plan
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
-    """a @ b into `out`. scales: none, or those of a and b, whose elements are fp8: one, or one a row or column."""
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor, fast: bool = False) -> None:
+    """a @ b into `out`. scales: none, or those of a and b, whose elements are fp8: one, or one a row or column. fast:
+    sums of fp8 products may stay in the tensor cores."""
     out = plain(out)
     if not scales:
         torch.mm(a, b, out=out)
@@ -274,7 +276,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.T
     alike = (scale_a.shape == rows and scale_b.shape == columns) or scale_a.numel() == scale_b.numel() == 1
     if not alike:  # torch takes one for all of both, or one for each row and column
         scale_a, scale_b = of_each(scale_a, rows), of_each(scale_b, columns)
-    torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, out=out)
+    torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+def _fast(call: Call) -> bool:
+    return bool(call.arguments.get("fast_accum"))
 
 
 def of_each(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -305,11 +311,13 @@ def _symmetric(world: World, dtype: torch.dtype | None, rows: int, cols: int) ->
     return world.keep((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
 
 
-def multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor) -> None:
+def multiply(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scales: torch.Tensor, fast: bool = False
+) -> None:
     """`matmul`, after the world's last call, which may have been given another stream and still use `out`."""
     if world.streams is not None:
         world.streams.follow()
-    matmul(a, b, out, *scales)
+    matmul(a, b, out, *scales, fast=fast)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pkt.runtime.world import Workspace, World
 from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import Case, integer
 from ..operator import Operator
-from ..shared import products, scales, unfused
+from ..shared import products, scaled_products, unfused
 from ..shared.fp8 import FP8
 from ..shared.tile_product import GatedEpilogue
 from . import host
@@ -49,7 +49,8 @@ def all_gather_matmul_scaled(
     fast_accum: True: sums of fp8 products may stay in the tensor cores, which keep some 14 bits of them; up to a sixth
         faster. False: some hundred products are added up there, and then in fp32. As use_fast_accum of torch's product.
 
-    mode: how it is computed. None takes, on GPUs, "unfused" for few rows and else "gluon", where they run.
+    mode: how it is computed. None takes, on GPUs where these run, "gluon" for many rows that take long to move, else
+        "unfused"; and "push" elsewhere.
         "push", "copy", "gluon": as of all_gather_matmul.
         "unfused", "nccl": pkt's or NCCL's all-gather of a and of its scales, then torch's product of fp8, which takes N
             that are multiples of 16. They take no settings.
@@ -69,24 +70,24 @@ SIZES = {"m": 12, "k": 20, "n": 32}
 _forms, _settings = host.OPERATOR.forms, ("num_comm_sms", "chunk", "push_rows")
 OPERATOR = Operator(
     all_gather_matmul_scaled,
-    tensors=scales.operands("m k", host.columns_of),
+    tensors=scaled_products.operands("m k", host.columns_of),
     result="W*m n",
-    dtype=lambda call: scales.RESULT,
-    arguments={**scales.ARGUMENTS, "epilogue": host.OPERATOR.arguments["epilogue"]},
-    settings={"tiles": scales.tiles, **dict.fromkeys(_settings, integer(0))},
+    dtype=lambda call: scaled_products.RESULT,
+    arguments={**scaled_products.ARGUMENTS, "epilogue": host.OPERATOR.arguments["epilogue"]},
+    settings={"tiles": scaled_products.tiles, **dict.fromkeys(_settings, integer(0))},
     forms={
-        "push": scales.form(_forms["push"]),
-        "copy": scales.form(_forms["copy"], fits=lambda call: ""),  # rows are made whole
-        "gluon": scales.gluon(_forms["gluon"], *_settings),
-        **scales.unfused(unfused.gather_forms(ALL_GATHER.planned, scaled=True)),
+        "push": scaled_products.form(_forms["push"]),
+        "copy": scaled_products.form(_forms["copy"], fits=lambda call: ""),  # rows are made whole
+        "gluon": scaled_products.gluon(_forms["gluon"], *_settings),
+        **scaled_products.unfused(unfused.gather_forms(ALL_GATHER.planned, scaled=True)),
     },
-    default=scales.default("push", rows=lambda call: call.world.size * call["m"]),
-    reference=scales.of_values(host.reference),
+    default=scaled_products.default("push", 1024, True, lambda call: (call.world.size - 1) * call["a"].nbytes),
+    reference=scaled_products.of_values(host.reference),
     terms=lambda sizes, size: size * sizes["k"],
     cases=(
         Case(SIZES, arguments={"mode": "push"}, launches=3, out="new", dtype=FP8),
         Case(SIZES, arguments={"mode": "copy"}, out="new", dtype=FP8),
         *products.nasty("push", "copy"),
-        *scales.nasty("unfused"),
+        *scaled_products.nasty("unfused"),
     ),
 )

@@ -39,7 +39,7 @@ import pkt.language as pl
 from pkt.language import ptx, sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.replay import replayed
-from pkt.runtime.memory.factories import empty, signals, zeros
+from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -50,7 +50,6 @@ from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
     everywhere,
-    factors,
     half_block,
     here,
     kernel_constants,
@@ -63,7 +62,7 @@ from ..shared.gluon_warps import (
     Outbox,
     Peers,
     Ring,
-    Scales,
+    Scaling,
     Signals,
     Sizes,
     consume,
@@ -76,6 +75,7 @@ from ..shared.gluon_warps import (
     open_ring,
 )
 from ..shared.grid import num_programs
+from ..shared.scales import passing, words_of
 from ..shared.tile_product import GatedEpilogue, Tiles, columns_each
 from .rules import CALL, PushPlan
 
@@ -325,19 +325,19 @@ def _push(index, lane, a, push, order, signals):
 
 @gluon.jit
 def exchange_scales(scales, words_ptr, m, epoch, world, num_warps: gl.constexpr):
-    """Those of a kernel's Factors, with A's of all ranks, whose shards have m rows each. The programs put this rank's
+    """By a kernel's scales.Scales, with A's of all ranks, whose shards have m rows each. The programs put this rank's
     into the words of every rank, its own as well, and take them where a tile needs them."""
     THREADS: gl.constexpr = 32 * num_warps
-    n = m if scales.A_STEP else 1
+    n = m if scales.A_EACH else 1
     words = words_ptr + (epoch & 1) * world.size * n * 2
     mine = words + gl.cast(world.rank, gl.int32) * n * 2
     for begin in range(gl.program_id(0) * THREADS, n, gl.num_programs(0) * THREADS):
         place = begin + gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-        found = gl.load(scales.a + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
+        found = gl.load(scales.a_ptr + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
         for d in gl.static_range(world.size):
             peer = (gl.cast(world.rank, gl.int32) + d) % world.size
             pl.put_flagged(mine + place * 2, (found,), epoch, peer, world, mask=place < n)
-    return Scales(words, scales.b, m, epoch, world, scales.A_STEP, scales.B_STEP)
+    return Scaling(words, scales.b_ptr, m, epoch, world, scales.A_EACH, scales.B_EACH)
 
 
 # ------------------------------------------------------------------------------------------------------- roles
@@ -436,7 +436,7 @@ def gluon_push_kernel(
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk. If
     # COPIED, as copies.Gathering has it
     bias,  # (N,) this rank's, or None
-    scales,  # Factors of this rank's shard, or None
+    scales,  # scales.Scales of this rank's shard, or None
     words_ptr,  # int32 (2, size, A's scales, 2) on every rank, or None: rank r puts its scales into [:, r] of all, as
     # words of data and flag; halves by the parity of the launch
     sizes,  # Sizes; M of a shard, m above
@@ -525,15 +525,6 @@ def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: 
     return _Way(shards, ready, begin, (m, K, dtype, rows, min(chunk, K)))
 
 
-def _words(world: World, count: int, counted: tuple[Any, ...]) -> SymmetricTensor:
-    """Words for so many scales of each rank, flagged with the launches that `counted` stands for."""
-
-    def make() -> SymmetricTensor:
-        return zeros(2, world.size, count, 2, dtype=torch.int32, name=f"{CALL}.gluon.scales", world=world)
-
-    return world.keep((CALL, "gluon scales", count, *counted), make)
-
-
 def _together(world: World, m: int, N: int, K: int, plan: PushPlan, tiles: Tiles) -> tuple[int, int]:
     """Row blocks and columns that one signal stands for."""
     size, copied = world.size, plan.num_comm_sms == 0 and world.size > 1
@@ -578,8 +569,8 @@ def push_launch(
         way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, tiles)
     else:
         way = _pushed(world, m, K, dtype, chunk, tiles)
-    words = None if scale_a is None else _words(world, scale_a.numel(), way.counted)
-    scales_of = factors(scale_a, scale_b)
+    words = words_of(world, f"{CALL}.gluon", scale_a, way.counted)
+    scales_of = passing(scale_a, scale_b)
     part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     numbers = (num_comm, plan.rounds_alone, plan.whole_rounds, push_rows)
     passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, b, epilogue))

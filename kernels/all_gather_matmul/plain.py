@@ -177,7 +177,9 @@ def _pushed(call: Call) -> tuple[_Inbox, int]:
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
     counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk)
     inbox, counters = world.keep(counted, make)
-    return _Inbox(inbox, counters, 1, chunk, scales.words_of(call, counted)), programs
+    return _Inbox(
+        inbox, counters, 1, chunk, scales.words_of(world, CALL, call.tensors.get("scale_a"), counted)
+    ), programs
 
 
 def push(call: Call) -> Launch:
@@ -208,7 +210,7 @@ def copied(call: Call) -> tuple[_Inbox, Callable[[torch.Tensor], Callable[[], No
     together = min(call["push_rows"] or triton.cdiv(num_m, 4), num_m)
     found = copies.gathering(call.world, m, k, call.dtype, together * tiles.block_m)
     chunk = triton.cdiv(k, tiles.block_k) * tiles.block_k
-    words = scales.words_of(call, (m, k, together * tiles.block_m))
+    words = scales.words_of(call.world, CALL, call.tensors.get("scale_a"), (m, k, together * tiles.block_m))
     return _Inbox(found.inbox, found.counters, together, chunk, words), found.begin
 
 
@@ -256,7 +258,7 @@ def _launch(
         GROUP=tl.constexpr(tiles.group),
     )[5:]  # fmt: skip
     start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
-    passed = scales.passing(call)
+    passed = scales.passing(*scales.given(call))
 
     def launch(
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, scale_a: Any = None, scale_b: Any = None

@@ -34,7 +34,6 @@ from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
     everywhere,
-    factors,
     half_block,
     kernel_constants,
     weights_descriptor,
@@ -56,6 +55,7 @@ from ..shared.gluon_warps import (
     turn,
 )
 from ..shared.grid import num_programs
+from ..shared.scales import passing
 from ..shared.tile_product import Epilogue, Tiles
 from .rules import CALL
 
@@ -180,7 +180,7 @@ def gluon_two_shot_kernel(
     ready_ptr,  # int32 ((size - 1) * count + 1,) on every rank: [d - 1, p] signalled by rank - d when its part of tile
     # p is in the inbox; the last counts the tiles that have landed in this rank's output
     bias,  # (N,) this rank's, or None
-    scales,  # Factors of this rank's product, or None
+    scales,  # scales.Scales of this rank's product, or None
     sizes,  # Sizes
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
@@ -244,7 +244,7 @@ def two_shot_launch(
     inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
     inboxes, outs = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, out))
     passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, b, epilogue))
-    result, scales_of = out.plain(), factors(scale_a, scale_b)
+    result, scales_of = out.plain(), passing(scale_a, scale_b)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
 
     start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), num_warps=CONSUMER_WARPS)

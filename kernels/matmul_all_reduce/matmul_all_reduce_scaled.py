@@ -12,7 +12,7 @@ from pkt.runtime.world import Workspace, World
 from ..all_reduce import OPERATOR as ALL_REDUCE
 from ..declaration import Case
 from ..operator import Operator
-from ..shared import products, scales, unfused
+from ..shared import products, scaled_products, unfused
 from ..shared.fp8 import FP8
 from ..shared.tile_product import Epilogue
 from . import plain
@@ -46,9 +46,9 @@ def matmul_all_reduce_scaled(
         sent in bf16.
     fast_accum: as of all_gather_matmul_scaled.
 
-    mode: how it is computed: "lcsc", "gluon", "unfused", "nccl" as of matmul_all_reduce.
-        The last two take torch's product of fp8, and N that are multiples of 16. None takes, on GPUs, "unfused" for few
-        rows and else "gluon", where they run.
+    mode: how it is computed: "lcsc", "gluon", "unfused", "nccl" as of matmul_all_reduce. The last two take
+        torch's product of fp8, and N that are multiples of 16. None takes, on GPUs where these run, "gluon" for many
+        rows that take long to move, else "unfused"; and "lcsc" elsewhere.
     num_comm_sms, tiles, lag: as of matmul_all_reduce; tiles as of all_gather_matmul_scaled.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
@@ -63,24 +63,26 @@ def matmul_all_reduce_scaled(
 _of, SIZES = plain.OPERATOR, {"m": 28, "k": 32, "n": 32}
 OPERATOR = Operator(
     matmul_all_reduce_scaled,
-    tensors=scales.operands("m k", same_bias=True),
+    tensors=scaled_products.operands("m k", same_bias=True),
     result="m n",
-    dtype=lambda call: scales.RESULT,
-    arguments=scales.ARGUMENTS,
-    settings={**{name: _of.settings[name] for name in ("num_comm_sms", "lag")}, "tiles": scales.tiles},
+    dtype=lambda call: scaled_products.RESULT,
+    arguments=scaled_products.ARGUMENTS,
+    settings={**{name: _of.settings[name] for name in ("num_comm_sms", "lag")}, "tiles": scaled_products.tiles},
     forms={
-        "lcsc": scales.form(_of.forms["lcsc"]),
-        "gluon": scales.gluon(_of.forms["gluon"], "lag"),
-        **scales.unfused(unfused.reduce_forms(ALL_REDUCE.planned)),
+        "lcsc": scaled_products.form(_of.forms["lcsc"]),
+        "gluon": scaled_products.gluon(_of.forms["gluon"], "lag"),
+        **scaled_products.unfused(unfused.reduce_forms(ALL_REDUCE.planned)),
     },
-    default=scales.default("lcsc", rows=lambda call: call["m"]),
-    reference=scales.of_values(plain.reference),
+    default=scaled_products.default(
+        "lcsc", 512, False, lambda call: 4 * (1 - 1 / call.world.size) * call["m"] * call["n"]
+    ),
+    reference=scaled_products.of_values(plain.reference),
     private="k",
     terms=_of.terms,
     cases=(
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new", dtype=FP8),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, multicast=False, dtype=FP8),
         *products.nasty("lcsc"),
-        *scales.nasty("unfused"),
+        *scaled_products.nasty("unfused"),
     ),
 )

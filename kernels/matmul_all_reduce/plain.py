@@ -38,7 +38,7 @@ from ..operator import Operator
 from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
-from ..shared.scales import passing, scaled
+from ..shared.scales import given, passing, scaled
 from ..shared.tile_product import (
     Epilogue,
     accumulate,
@@ -224,7 +224,7 @@ def _lcsc(call: Call) -> Launch:
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     start = cooperative_launch(world, matmul_all_reduce_kernel, (programs,), **tiles.launch_options())
-    same, passed = work[6:], passing(call)
+    same, passed = work[6:], passing(*given(call))
 
     def launch(
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any, scale_a: Any = None, scale_b: Any = None

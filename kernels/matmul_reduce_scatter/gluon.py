@@ -41,7 +41,6 @@ from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
     everywhere,
-    factors,
     half_block,
     here,
     kernel_constants,
@@ -64,6 +63,7 @@ from ..shared.gluon_warps import (
     turn,
 )
 from ..shared.grid import num_programs
+from ..shared.scales import passing
 from ..shared.tile_product import Epilogue, Tiles
 from .rules import CALL
 
@@ -189,7 +189,7 @@ def gluon_inbox_kernel(
     ready_ptr,  # int32 (size - 1, parcels) on every rank; rank - d signals [d - 1, t // parcel] when tile t is in the
     # inbox. If COPIED as copies.Scattering has it
     bias,  # (N,) this rank's, or None
-    scales,  # Factors of this rank's product, or None
+    scales,  # scales.Scales of this rank's product, or None
     sizes,  # Sizes; M of a rank's part, m above
     lag,  # tiles that a rank's own are behind the others': from 1 to all of them, as `turn` has it
     parcel,  # tiles that a counter stands for: 1 unless COPIED
@@ -283,7 +283,7 @@ def inbox_launch(
     else:
         way = _stored(world, m, N, dtype, count, tiles)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
-    parts_of_out, scales_of = descriptor(out, half_block(tiles)), factors(scale_a, scale_b)
+    parts_of_out, scales_of = descriptor(out, half_block(tiles)), passing(scale_a, scale_b)
     passed = (Sizes(m, N, K), lag, way.parcel, world.device, kernel_constants(tiles, b, epilogue))
     programs = num_programs(world, size * count)
 

@@ -12,7 +12,7 @@ from pkt.runtime.world import Workspace, World
 from ..declaration import Case
 from ..operator import Operator
 from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
-from ..shared import products, scales, unfused
+from ..shared import products, scaled_products, unfused
 from ..shared.fp8 import FP8
 from ..shared.tile_product import Epilogue
 from . import plain
@@ -46,9 +46,9 @@ def matmul_reduce_scatter_scaled(
     bias: (N,), bf16. epilogue: as of matmul_reduce_scatter. A rank's product is scaled in fp32, and sent in bf16.
     fast_accum: as of all_gather_matmul_scaled.
 
-    mode: how it is computed: "add", "inbox", "gluon", "unfused", "nccl" as of matmul_reduce_scatter.
-        The last two take torch's product of fp8, and N that are multiples of 16. None takes, on GPUs, "unfused" for few
-        rows and else "gluon", where they run.
+    mode: how it is computed: "add", "inbox", "gluon", "unfused", "nccl" as of matmul_reduce_scatter. The last two take
+        torch's product of fp8, and N that are multiples of 16. None takes, on GPUs where these run, "gluon" for many
+        rows that take long to move, else "unfused"; and "add" elsewhere.
     tiles, lag, copies: as of matmul_reduce_scatter; tiles as of all_gather_matmul_scaled.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
@@ -63,18 +63,18 @@ def matmul_reduce_scatter_scaled(
 _of = plain.OPERATOR
 OPERATOR = Operator(
     matmul_reduce_scatter_scaled,
-    tensors=scales.operands("W*m k"),
+    tensors=scaled_products.operands("W*m k"),
     result="m n",
-    dtype=lambda call: scales.RESULT,
-    arguments=scales.ARGUMENTS,
-    settings={**{name: _of.settings[name] for name in ("lag", "copies")}, "tiles": scales.tiles},
+    dtype=lambda call: scaled_products.RESULT,
+    arguments=scaled_products.ARGUMENTS,
+    settings={**{name: _of.settings[name] for name in ("lag", "copies")}, "tiles": scaled_products.tiles},
     forms={
-        **{mode: scales.form(_of.forms[mode]) for mode in ("add", "inbox")},
-        "gluon": scales.gluon(_of.forms["gluon"], "lag", "copies"),
-        **scales.unfused(unfused.scatter_forms(REDUCE_SCATTER.planned)),
+        **{mode: scaled_products.form(_of.forms[mode]) for mode in ("add", "inbox")},
+        "gluon": scaled_products.gluon(_of.forms["gluon"], "lag", "copies"),
+        **scaled_products.unfused(unfused.scatter_forms(REDUCE_SCATTER.planned)),
     },
-    default=scales.default("add", rows=lambda call: call.world.size * call["m"]),
-    reference=scales.of_values(plain.reference),
+    default=scaled_products.default("add", 512, False, lambda call: (call.world.size - 1) * 2 * call["m"] * call["n"]),
+    reference=scaled_products.of_values(plain.reference),
     private="k",
     terms=_of.terms,
     cases=(
@@ -82,6 +82,6 @@ OPERATOR = Operator(
         Case({"m": 12, "k": 32, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new", dtype=FP8),
         Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, out="new", dtype=FP8),
         *products.nasty("add", "inbox"),
-        *scales.nasty("unfused"),
+        *scaled_products.nasty("unfused"),
     ),
 )

@@ -39,7 +39,7 @@ from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
 from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, nodes_products, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
-from ..shared.scales import passing, scaled
+from ..shared.scales import given, passing, scaled
 from ..shared.tile_product import (
     Epilogue,
     accumulate,
@@ -263,7 +263,7 @@ def _plain(call: Call) -> Launch:
         return buffer, signals(size * owned, name=f"{CALL}.ready", world=world)
 
     buffers = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
-    passed = passing(call)
+    passed = passing(*given(call))
     kernel = add_kernel if mode == "add" else inbox_kernel
     constants = (aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())

@@ -6,7 +6,6 @@ Written for Triton 3.6: later versions renamed parts of Gluon. Where they can ru
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from pkt.runtime.world import World
 from .checks import stored
 from .fp8 import FP8
 from .gluon_fits import MAX_PEERS
-from .gluon_warps import CONSUMERS, Constants, Factors
+from .gluon_warps import CONSUMERS, Constants
 from .tile_product import GatedEpilogue, Tiles
 
 CONSUMER_WARPS = 4
@@ -52,17 +51,6 @@ def here(tensor: torch.Tensor, block: tuple[int, ...], *others: torch.Tensor) ->
 def kernel_constants(tiles: Tiles, b: torch.Tensor, epilogue: GatedEpilogue) -> Constants:
     """The `constants` argument of a kernel."""
     return Constants(*map(gl.constexpr, (tiles.num_stages, tiles.group, stored(b)[1], epilogue)))
-
-
-Passing = Callable[[torch.Tensor | None, torch.Tensor | None], Factors | None]
-
-
-def factors(scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Passing:
-    """pass(scale_a, scale_b): the `scales` argument of a kernel, for scales of as many elements as these."""
-    if scale_a is None or scale_b is None:
-        return lambda scale_a, scale_b: None
-    steps = [gl.constexpr(int(scale.numel() > 1)) for scale in (scale_a, scale_b)]
-    return lambda scale_a, scale_b: Factors(scale_a, scale_b, *steps)
 
 
 def half_block(tiles: Tiles) -> tuple[int, int]:

@@ -58,16 +58,6 @@ class Sizes(NamedTuple):
     K: Any
 
 
-class Factors(NamedTuple):
-    """The scales of fp8 operands: an element of the product is multiplied by that of its row of A and that of its
-    column of B. A_STEP: 1 where A has one for each row, 0 where it has one. B_STEP: the same of B's columns."""
-
-    a: Any  # fp32, this rank's
-    b: Any  # fp32, this rank's
-    A_STEP: gl.constexpr
-    B_STEP: gl.constexpr
-
-
 class Constants(NamedTuple):
     """Constants of a kernel. STAGES: slots of the ring. GROUP: row blocks that are computed together. TRANSPOSED: B
     lies in memory as (N, K). EPILOGUE: what is done to a finished tile, see `activate`."""
@@ -311,16 +301,16 @@ def open_outbox(ring):
 
 
 @aggregate
-class Scales:
-    """Those of fp8 operands, as `Factors` has them."""
+class Scaling:
+    """What sums of fp8 products are multiplied by."""
 
     a: gl.tensor  # pointer to fp32; or to int32, words of `pl.put_flagged` that hold the bits of fp32
     b: gl.tensor  # pointer to fp32
     m: gl.tensor  # rows of a part of A
     flag: gl.tensor  # of the words, or None
     world: gl.tuple
-    A_STEP: gl.constexpr
-    B_STEP: gl.constexpr
+    A_EACH: gl.constexpr  # a row of A has a scale of its own
+    B_EACH: gl.constexpr  # a column of B has
 
     @gluon.jit
     def of_a(self, place, mask):
@@ -336,13 +326,13 @@ class Scales:
     def applied(self, half, CONSUMER: gl.constexpr, t, col, N, order):
         """A consumer's half of tile t, fp32, which begins at column `col`, times the scales of its rows and columns."""
         part, i = order.rows(t)
-        if self.A_STEP == 0:
+        if not self.A_EACH:
             half *= self.of_a(0 if self.flag is None else part, None)
         else:
             rows = gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))
             rows += (i * CONSUMERS + CONSUMER) * half.shape[0]
             half *= self.of_a(part * self.m + rows, rows < self.m)[:, None]
-        if self.B_STEP == 0:
+        if not self.B_EACH:
             half *= gl.load(self.b)
         else:
             cols = col + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
@@ -352,8 +342,8 @@ class Scales:
 
 @gluon.jit
 def open_scales(scales, m, world):
-    """Those of a kernel's Factors, for a part of A of m rows, or several."""
-    return Scales(scales.a, scales.b, m, None, world, scales.A_STEP, scales.B_STEP)
+    """By a kernel's scales.Scales, for a part of A of m rows, or several."""
+    return Scaling(scales.a_ptr, scales.b_ptr, m, None, world, scales.A_EACH, scales.B_EACH)
 
 
 @aggregate
@@ -361,7 +351,7 @@ class Finish:
     """What is done to a tile before it is rounded: scales by every rank, the rest by the rank that finishes it. A
     column of the result takes columns_each(EPILOGUE) of the tile's."""
 
-    scales: Scales  # or None
+    scales: Scaling  # or None
     bias: gl.tensor  # pointer to N values, or None
     N: gl.tensor
     EPILOGUE: gl.constexpr

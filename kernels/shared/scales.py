@@ -11,8 +11,7 @@ on every rank, itself included, and a tile takes those of its rows. So whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +21,9 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.runtime.memory.factories import zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
 
-from ..declaration import Call, Case, Form, Operand, Shape, flag
-from . import gluon_fits, products
-from .fp8 import FP8
-from .gluon_fits import NARROW8, WIDE8
-from .tile_product import Tiles, columns_each
-
-RESULT = torch.bfloat16
-"""The dtype of the products."""
+from ..declaration import Call
 
 
 # ------------------------------------------------------------------------------------------------------ device
@@ -103,153 +96,28 @@ def scaled_of(acc, scales, words_ptr, source, row, m, col, N, world, epoch):
 
 
 # -------------------------------------------------------------------------------------------------------- host
-SMALL = {"tiles": (16, 16, 32)}
-"""`products.SMALL` of fp8, whose tensor cores take 32 along K."""
-
-
-def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
-    """`products.tiles` of fp8."""
-    found = products.tiles(call, name, value)
-    if found.block_k < SMALL["tiles"][2]:
-        raise call.refuse(name, tuple(found[:3]), f"{SMALL['tiles'][2]} along K at least, as tensor cores take fp8")
-    return found
-
-
 def given(call: Call) -> tuple[Any, Any]:
     """The scales of a and b in a call; None, None in one that has none."""
     return call.tensors.get("scale_a"), call.tensors.get("scale_b")
 
 
-def each(scale: torch.Tensor | None) -> bool:
-    """Whether there is a scale for each row, or column."""
-    return scale is not None and scale.numel() > 1
-
-
 Passed = Callable[[Any, Any], "Scales | None"]
 
 
-def passing(call: Call) -> Passed:
-    """passed(scale_a, scale_b): what launches of this call hand to a kernel; None where it has no scales."""
-    scale_a, scale_b = given(call)
-    if scale_a is None:
+def passing(scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Passed:
+    """passed(scale_a, scale_b): what launches with scales of as many elements hand to a kernel; None without scales."""
+    if scale_a is None or scale_b is None:
         return lambda scale_a, scale_b: None
-    eaches = tl.constexpr(each(scale_a)), tl.constexpr(each(scale_b))
-    return lambda scale_a, scale_b: Scales(scale_a, scale_b, *eaches)
+    each = [tl.constexpr(scale.numel() > 1) for scale in (scale_a, scale_b)]
+    return lambda scale_a, scale_b: Scales(scale_a, scale_b, *each)
 
 
-def words_of(call: Call, counted: Sequence[Any]) -> SymmetricTensor | None:
-    """Flagged words for a call's scales of A, int32 (2, size, scales of a rank's A, 2), in halves by the parity of the
-    launch, of which rank r puts [:, r] on every rank; None where it has no scales. counted: by what the launches are
-    counted that the words belong to. Collective."""
-    scale_a, _ = given(call)
+def words_of(world: World, name: str, scale_a: torch.Tensor | None, counted: Sequence[Any]) -> SymmetricTensor | None:
+    """Flagged words for the ranks' scales of A, int32 (2, size, scales of a rank's A, 2), in halves by the parity of
+    the launch, of which rank r puts [:, r] on every rank; None without scales. name: of the operator. counted: by what
+    the launches are counted that the words belong to. Collective."""
     if scale_a is None:
         return None
-    count, world, name = scale_a.numel(), call.world, f"{call.name}.scales"
+    count, name = scale_a.numel(), f"{name}.scales"
     shape = 2, world.size, count, 2
     return world.keep((name, count, *counted), lambda: zeros(*shape, dtype=torch.int32, name=name, world=world))
-
-
-def operands(a: str, columns: str | Callable[[Call], str] = "n", *, same_bias: bool = False) -> dict[str, Operand]:
-    """The operands of a product of fp8, whose a has the shape `a`, and b (k, columns)."""
-    of = columns if callable(columns) else lambda call: columns
-    rows = a.split()[0]
-    return {
-        "a": Operand(a, (FP8,)),
-        "b": Operand(lambda call: f"k {of(call)}", turned=True),
-        "bias": Operand(columns, optional=True, as_result=True, same=same_bias),
-        "scale_a": Operand(_one_or("scale_a", lambda call: f"{rows} 1"), (torch.float32,), make=_made),
-        "scale_b": Operand(_one_or("scale_b", lambda call: f"1 {of(call)}"), (torch.float32,), make=_made),
-    }
-
-
-def _one_or(name: str, shape: Callable[[Call], str]) -> Callable[[Call], str | Shape]:
-    """The shape of a scale: any of one element, or `shape`."""
-
-    def found(call: Call) -> str | Shape:
-        scale = call.tensors.get(name)
-        return tuple(scale.shape) if scale is not None and scale.numel() == 1 else shape(call)
-
-    return found
-
-
-def _made(shape: Shape, random: torch.Generator, call: Call) -> torch.Tensor:
-    """For tests: far from 1, so that one that is left out is noticed."""
-    return torch.rand(shape, generator=random) + 3.0
-
-
-Reference = Callable[..., torch.Tensor]
-
-
-def of_values(reference: Reference) -> Reference:
-    """The reference of a product of fp8, from that of the product of what elements stand for."""
-
-    def exact(
-        rank: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: Any, scale_a: Sequence[torch.Tensor],
-        scale_b: Sequence[torch.Tensor], epilogue: str = "none", fast_accum: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        weighed = ([x.double() * scale.double() for x, scale in zip(*pair)] for pair in ((a, scale_a), (b, scale_b)))
-        return reference(rank, *weighed, bias, epilogue)
-
-    return exact
-
-
-ARGUMENTS = {**products.ARGUMENTS, "fast_accum": flag}
-
-
-_GLUON = gluon_fits.fits("n")  # k is made whole
-
-
-def gluon(of: Form, *names: str) -> Form:
-    """The same of a Gluon form, whose tiles follow from fast_accum. names: its other settings."""
-
-    def complete(call: Call) -> Mapping[str, Any]:
-        if call["tiles"].block_n > NARROW8.block_n and not call["fast_accum"]:
-            raise call.refuse("tiles", tuple(call["tiles"]), f"{NARROW8.block_n} columns, or fast_accum=True")
-        assert of.complete is not None
-        return of.complete(call)
-
-    tiles = {"tiles": lambda call: WIDE8 if call["fast_accum"] else NARROW8}
-    return form(of, settings={**tiles, **dict.fromkeys(names)}, complete=complete, fits=_GLUON)
-
-
-def form(of: Form, **others: Any) -> Form:
-    """A form of fp8, from that of 16 bits: of one weight, with rows of whole runs of 16 bytes, and not predicted."""
-    small = {**of.small, **SMALL} if of.small else {}
-    plan = products.whole_runs(of.plan)
-    return replace(of, plan=plan, several=None, space=None, seconds=None, small=small, **others)
-
-
-def unfused(forms: Mapping[str, Form]) -> dict[str, Form]:
-    """The same of those that call torch's product of fp8, which takes multiples of 16 columns."""
-
-    def fits(of: Form) -> Callable[[Call], str]:
-        return lambda call: of.fits(call) or _odd_columns(call)
-
-    return {name: form(of, fits=fits(of)) for name, of in forms.items()}
-
-
-def _odd_columns(call: Call) -> str:
-    columns = columns_each(call["epilogue"]) * call["n"]
-    return f"{columns} columns of b, not a multiple of 16" if columns % 16 else ""
-
-
-FUSED_ROWS = 512
-"""Of the product, from which the Gluon forms are faster than torch's product and a collective."""
-
-
-def default(plain: str, rows: Callable[[Call], int]) -> Callable[[Call], str]:
-    """`default` of a product of so many rows. plain: the form in plain Triton, which runs anywhere."""
-
-    def chosen(call: Call) -> str:
-        if not call.on_gpu or _odd_columns(call):
-            return plain
-        return "unfused" if rows(call) < FUSED_ROWS or _GLUON(call) else "gluon"
-
-    return chosen
-
-
-def nasty(mode: str) -> Iterator[Case]:
-    """`products.nasty` of a form that takes multiples of 16 columns."""
-    for k, n, epilogue in ((16, 48, "silu"), (31, 16, "gelu")):
-        given = {"mode": mode, "epilogue": epilogue, "given": ("bias",)}
-        yield Case({"m": 17, "k": k, "n": n}, arguments=given, out="given", explore=False)

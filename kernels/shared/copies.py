@@ -197,14 +197,17 @@ def in_one_call(plan: Callable[[Call], Launch]) -> Callable[[Call], Launch]:
 
 
 class Side:
-    """A world's stream for copies beside the current one. In the simulator everything is done in the order in which it
-    is queued, and so it may be on GPUs: what waits is always queued behind what it waits for."""
+    """A world's stream for copies beside the current one, whichever that is: nobody else has this stream. In the
+    simulator everything is done in the order in which it is queued."""
 
     def __init__(self, world: World) -> None:
         self.stream: torch.cuda.Stream | None = None
         if world.torch_device.type == "cuda":
-            device = world.torch_device
-            self.stream = world.keep(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
+            engines, known = world.backend.copies, world.lasting
+            assert engines is not None, "GPUs have copy engines"
+            if "pkt.kernels.copies" not in known:
+                known["pkt.kernels.copies"] = engines.stream()
+            self.stream = known["pkt.kernels.copies"]
 
     def here(self) -> torch.cuda.Event | None:
         """What the current stream has so far, for `behind`."""

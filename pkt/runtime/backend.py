@@ -76,6 +76,10 @@ class CopyEngines(Protocol):
     def hold(self, address: int, value: int, stream: int) -> None:
         """The stream goes on when the int32 at `address` is `value` or more, by the sign of the 32-bit difference."""
 
+    def stream(self) -> torch.cuda.Stream:
+        """A stream that nobody else has, until it is dropped. torch lends each of its streams to many, so one of those
+        may be the stream that a user computes on, and what waits there for a kernel would keep it from running."""
+
     def uncouple(self) -> None:
         """Make the kernel that the current stream has just recorded in a graph an ordinary node, not a cooperative
         one."""

@@ -134,8 +134,9 @@ class World:
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
         # A team's operators share the GPU's SMs with those of the world, and so run one after the other with them.
-        own = OneInFlight(backend.torch_device) if on_gpu and whole is None else None
-        self.streams: OneInFlight | None = whole.streams if whole else own
+        self.streams: OneInFlight | None = whole.streams if whole else None
+        if on_gpu and whole is None and backend.copies is not None:
+            self.streams = OneInFlight(backend.torch_device, backend.copies.stream)
         if backend.timeout is not None:
             _shared.add(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +166,26 @@ def test_every_edge_is_needed(call: Callable, lost: str, monkeypatch: pytest.Mon
     order = "the side first, but on rank 0" if call in (multiply, attend) and lost == "reach" else EARLY[lost]
     with pytest.raises((pkt.PktError, AssertionError)):
         in_order(monkeypatch, call, order, lost)
+
+
+def test_no_stream_of_torch_s_is_that_of_the_copies(monkeypatch):
+    """torch lends each of its 32 streams to many: after 32 new ones comes the first again. On the stream on which a
+    user computes, copies that wait for a kernel would keep it from running."""
+
+    class Engines:
+        made = 0
+
+        def stream(self):
+            self.made += 1
+            return SimpleNamespace(number=self.made)
+
+    def world():
+        return SimpleNamespace(
+            torch_device=torch.device("cuda", 0), lasting={}, backend=SimpleNamespace(copies=engines)
+        )
+
+    engines = Engines()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("one of torch's"))
+    first, other = world(), world()
+    streams = [_copies.Side(one).stream.number for one in (first, other, first)]
+    assert streams == [1, 2, 1], "one for each world, whatever scopes are open"

@@ -104,7 +104,8 @@ def eager_worlds(
     def opened(world: Any) -> Any:
         cuda = ranks[threading.get_ident()] = Cuda(world.backend.driver.calls)
         # The fake driver's memory is this process's own.
-        world.torch_device, world.streams = torch.device("cpu"), OneInFlight(torch.device("cuda", 0), cuda)
+        world.torch_device = torch.device("cpu")
+        world.streams = OneInFlight(torch.device("cuda", 0), lambda: cuda.Stream(0), cuda)
         record = world.backend.driver.record
 
         def recorded(run: Callable[[], Any]) -> int:

@@ -307,6 +307,19 @@ def test_an_error_ends_the_recording(captured, monkeypatch, broken):
     assert [name for name, _ in captured.calls] == ["begin", "end"]
 
 
+def test_a_stream_of_its_own_is_given_back(recorded):
+    modes = bindings.CUstreamCaptureMode
+    mode = ("cuThreadExchangeStreamCaptureMode", (modes.CU_STREAM_CAPTURE_MODE_RELAXED,))
+    recorded.answers = {
+        "cuStreamCreate": (bindings.CUstream(6),),
+        "cuThreadExchangeStreamCaptureMode": (modes.CU_STREAM_CAPTURE_MODE_RELAXED,),
+    }
+    driver = CudaDriver(rank=1)
+    recorded.calls.clear()
+    driver.close_stream(driver.open_stream())
+    assert recorded.calls == [("cuStreamCreate", (1,)), mode, ("cuStreamDestroy", (6,)), mode]
+
+
 def test_words_are_written_on_a_stream_of_their_own(recorded, monkeypatch):
     """torch's streams and copies would leave traces in a graph that somebody records meanwhile."""
     modes, empty = bindings.CUstreamCaptureMode, torch.empty

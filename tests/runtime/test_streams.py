@@ -62,7 +62,7 @@ class Cuda:
 
 
 def guard(cuda):
-    return OneInFlight(torch.device("cuda", 3), cuda)
+    return OneInFlight(torch.device("cuda", 3), lambda: cuda.Stream(3), cuda)
 
 
 def test_one_stream_costs_a_comparison():

@@ -56,6 +56,13 @@ class Engines:
     def hold(self, address: int, value: int, stream: int) -> None:
         self._driver.hold(address, value, stream)
 
+    def stream(self) -> torch.cuda.Stream:
+        with torch.cuda.device(self._device):
+            handle = self._driver.open_stream()
+        found = torch.cuda.ExternalStream(handle, device=self._device)
+        weakref.finalize(found, self._driver.close_stream, handle).atexit = False
+        return found
+
     def uncouple(self) -> None:
         self._driver.uncouple(self._current())
 

@@ -202,6 +202,15 @@ class CudaDriver:
         """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
         self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
 
+    def open_stream(self) -> int:
+        """Handle of a new stream in the current context, which does not wait for the default one."""
+        return int(self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def close_stream(self, stream: int) -> None:
+        """Give a stream back; what is queued there goes on to its end."""
+        with self._beside_captures():  # it may happen whenever Python collects garbage
+            self._call("cuStreamDestroy", stream)
+
     def uncouple(self, stream: int) -> None:
         """Make the kernel last recorded on a capturing stream an ordinary node of the graph, not a cooperative one."""
         _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # the nodes that the next one depends on
@@ -271,11 +280,10 @@ class CudaDriver:
         # torch lends each of its streams to many. One of them may record a graph, and what is queued on it is recorded.
         # Nor does torch copy the page: when it frees such a page, it records an event on the stream of the copy.
         if device not in _sides:
-            flag = int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
             with torch.cuda.device(device):
                 page = torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True)
-                context, stream = self._call("cuCtxGetCurrent"), self._call("cuStreamCreate", flag)
-            _sides[device] = int(context), int(stream), page
+                context, stream = self._call("cuCtxGetCurrent"), self.open_stream()
+            _sides[device] = int(context), stream, page
         return _sides[device]
 
     @contextlib.contextmanager

@@ -23,10 +23,11 @@ class OneInFlight:
     with other calls, as all work on streams.
     """
 
-    __slots__ = ("_captured", "_cuda", "_device", "_eager", "_last", "_own", "_raw")
+    __slots__ = ("_captured", "_cuda", "_device", "_eager", "_last", "_make", "_own", "_raw")
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device.index, cuda
+    def __init__(self, device: torch.device, make: Callable[[], Any], cuda: Any = torch.cuda) -> None:
+        """make: returns a stream that nobody else has."""
+        self._device, self._make, self._cuda = device.index, make, cuda
         self._last = -1  # the driver's handle of the last call's stream; -1 if it was capturing
         self._eager: Any = None  # torch's stream of the last call outside a capture
         self._captured: Any = None  # torch's stream of the last call inside one
@@ -57,7 +58,7 @@ class OneInFlight:
             yield False
             return
         if self._own is None:
-            self._own = self._cuda.Stream(self._device)
+            self._own = self._make()
         self._last, self._eager, self._captured = -1, None, None
         try:
             with self._cuda.stream(self._own):

@@ -58,7 +58,8 @@ def nearest(operator: Operator, key: Mapping[str, Any], gpu: str, size: int) -> 
 
     A shape that was measured gets its fastest config. Another shape gets the config for which the time measured there,
     times the model's ratio of here to there, is least: as `carried` over, or its mode alone if the form settles its
-    settings for every shape; and None if the model expects another form to be faster by more than its error.
+    settings for every shape; and None if the model expects another form to be faster by more than its error. Also a
+    form that is not that of the fastest config there has to be ahead of it by its error.
     tests/tune/test_exhaustive.py says how far that is from the best.
     """
     found = near(operator, key, gpu, size)
@@ -70,7 +71,9 @@ def nearest(operator: Operator, key: Mapping[str, Any], gpu: str, size: int) -> 
 
     def expected(candidate: Candidate) -> float:
         here = model(carried(operator, candidate.config), case)
-        return (candidate.time or 0.0) * (here or 1.0) / (candidate.predicted or 1.0)
+        mode = candidate.config["mode"]
+        lead = 0.0 if mode == taken[0].config["mode"] else calibration.error(operator.name, mode)
+        return (1.0 + lead) * (candidate.time or 0.0) * (here or 1.0) / (candidate.predicted or 1.0)
 
     if not taken:
         return None

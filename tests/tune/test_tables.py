@@ -177,6 +177,21 @@ def test_times_are_carried_over_by_the_model(monkeypatch, without_objection):
     assert found == configs
 
 
+def test_a_form_that_was_slower_there_has_to_be_ahead_by_its_error(monkeypatch):
+    """By the times as the model carries them over, lcsc would take 0.9 of gluon's."""
+    case = {**key(8192, 8192, 4096), "size": 2}
+    configs = [Config(mode="gluon", lag=17, tiles=(128, 256, 64, 16, 8, 4)), Config(mode="lcsc", num_comm_sms=16)]
+    ahead = dict(zip(("gluon", "lcsc"), (2.0, 1.5)))
+    monkeypatch.setattr(tables, "model_of", lambda _: lambda config, there: ahead[config["mode"]])
+    candidates = tuple(Candidate(c, 1.0, (time,) * 3) for c, time in zip(configs, (1e-3, 1.2e-3)))
+    search = Search("matmul_all_reduce", {**case, "dtype": "bf16", "gpu": H200.name}, candidates, configs[0], 0.0)
+    monkeypatch.setattr(tables, "measured", lambda _: (search,))
+    for error, mode in ((0.05, "lcsc"), (0.2, "gluon")):
+        monkeypatch.setattr(tables.calibration, "error", lambda operator, form, error=error: error)
+        monkeypatch.setattr(tables, "estimate", lambda *_: None)
+        assert tables.nearest(OPERATORS["matmul_all_reduce"], key(8192, 7168, 8192), H200.name, 2)["mode"] == mode
+
+
 def test_a_form_that_the_model_expects_to_be_slower_is_not_carried_over(monkeypatch):
     """The table has nothing but a slow form: that is a fact for its shape, but not beside it."""
     case, slow = key(4096, 4096, 1024), Config(mode="inbox", tiles=(128, 256, 64, 8, 8, 3))

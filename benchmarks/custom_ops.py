@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 def calls_of(world: pkt.World, operator: Operator) -> tuple[Call, Call]:
     """The plain call and the op's, of the operator's first case."""
     case = operator.cases[0]
-    operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
+    operands = inputs.everybody(operator, case, world.size, 0, inputs.usual(operator))
     mine: dict[str, Any] = {n: ts and ts[world.rank].to(world.torch_device) for n, ts in operands.items()}
     defaults = {name: p.default for name, p in inspect.signature(operator.function).parameters.items()}
     keywords = {name: defaults[name] for name in operator.keywords} | inputs.arguments_of(operator, case)

@@ -67,8 +67,8 @@ def calls_of(world: pkt.World, operator: Operator, sizes: Sizes, gpu: bool) -> d
         return pkt.zeros(*shape, dtype=torch.bfloat16, world=world)
 
     given: dict[str, Any]
-    if case is operator.cases[0]:  # its operands have values of their own
-        operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
+    if case is operator.cases[0] or inputs.usual(operator) != torch.bfloat16:  # its operands have values of their own
+        operands = inputs.everybody(operator, case, world.size, 0, inputs.usual(operator))
         given = {n: ts and inputs.placed(world, ts[world.rank], True) for n, ts in operands.items()}
         shape = tuple(inputs.exact(operator, case, world.rank, operands).shape)
     else:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
 from benchmarks._case import Case, captured
 from benchmarks._collective import collectives
 from benchmarks._command import main
@@ -67,13 +65,12 @@ def case(world: Any, name: str, label: str, quick: bool) -> Case:
 
     operator, size = operators()[name], world.size
     example = examples(operator, quick)[label]
-    dtypes = next(iter(operator.tensors.values())).dtypes
-    dtype = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
+    dtype = inputs.usual(operator)
     operands = inputs.everybody(operator, example, size, 0, dtype)
     tensors = {n: None if ts is None else inputs.placed(world, ts[world.rank], True) for n, ts in operands.items()}
     exact = inputs.exact(operator, example, world.rank, operands)
     if "out" in operator.names:
-        tensors["out"] = pkt.empty(tuple(exact.shape), dtype=dtype, world=world)
+        tensors["out"] = pkt.empty(tuple(exact.shape), dtype=inputs.result_dtype(operator, example, dtype), world=world)
     world.barrier()
     limit = 0.0 if operator.bound is None else inputs.bounds(
         operator, next(iter(operator.forms)), example, world.rank, size, operands, dtype

@@ -62,7 +62,7 @@ def _worst(world: Any, name: str, mode: str, case: Case, settings: dict[str, Any
     """The greatest relative error of three launches with other operands in the same `out`."""
     operator, device, worst, out = operators()[name], world.torch_device, 0.0, None
     for launch in range(3):
-        operands = inputs.everybody(operator, case, world.size, launch, torch.bfloat16)
+        operands = inputs.everybody(operator, case, world.size, launch, inputs.usual(operator))
         on_gpu = {n: None if ts is None else [t.to(device) for t in ts] for n, ts in operands.items()}
         exact = inputs.exact(operator, case, world.rank, on_gpu)
         out = torch.empty(exact.shape, dtype=torch.bfloat16, device=device) if out is None else out

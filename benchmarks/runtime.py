@@ -45,7 +45,7 @@ def calls_of(world: pkt.World) -> dict[str, Callable[[], Any]]:
     for name, operator in operators().items():
         letters = inputs.letters_of(operator)
         case = inputs.alike(operator, 128, f"W*{4096 // world.size}")
-        operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
+        operands = inputs.everybody(operator, case, world.size, 0, inputs.usual(operator))
         like = inputs.exact(operator, case, world.rank, operands)
         mine = {n: ts and inputs.placed(world, ts[world.rank], not letters) for n, ts in operands.items()}
         if "out" in operator.names:

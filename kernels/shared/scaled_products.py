@@ -61,15 +61,15 @@ def _made(shape: Shape, random: torch.Generator, call: Call) -> torch.Tensor:
     return torch.rand(shape, generator=random) + 3.0
 
 
-Reference = Callable[..., torch.Tensor]
+Reference, Ranks = Callable[..., torch.Tensor], Sequence[torch.Tensor]
 
 
 def of_values(reference: Reference) -> Reference:
     """The reference of a product of fp8, from that of the product of what elements stand for."""
 
     def exact(
-        rank: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: Any, scale_a: Sequence[torch.Tensor],
-        scale_b: Sequence[torch.Tensor], epilogue: str = "none", fast_accum: bool = False,
+        rank: int, a: Ranks, b: Ranks, bias: Any = None, *, scale_a: Ranks, scale_b: Ranks, epilogue: str = "none",
+        fast_accum: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         weighed = ([x.double() * scale.double() for x, scale in zip(*pair)] for pair in ((a, scale_a), (b, scale_b)))
         return reference(rank, *weighed, bias, epilogue)

@@ -54,6 +54,12 @@ def result_dtype(operator: Operator, case: Case, dtype: torch.dtype) -> torch.dt
     return operator.dtype(call)
 
 
+def usual(operator: Operator) -> torch.dtype:
+    """bf16, or the first dtype of the first operand where that may not have it."""
+    taken = next(iter(operator.tensors.values())).dtypes
+    return torch.bfloat16 if torch.bfloat16 in taken else taken[0]
+
+
 def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int, ...]]:
     """The operands' shapes on `size` ranks, those of optional ones too. Letters that the case does not have follow from
     the operands of any shape, by what the operator learns from them for its result."""
@@ -255,9 +261,9 @@ def placed(
     world: Any, tensor: torch.Tensor, symmetric: bool, offset: int = 0, transposed: bool = False
 ) -> torch.Tensor:
     """A copy of `tensor`, in the heap if symmetric, that begins `offset` elements into its memory; the transposed view
-    of a contiguous one if transposed."""
-    if transposed:
-        return placed(world, tensor.mT, symmetric, offset).mT
+    of a contiguous one if transposed, or if it is one."""
+    if transposed or not tensor.is_contiguous():
+        return placed(world, tensor.mT.contiguous(), symmetric, offset).mT
     n = tensor.numel() + offset
     room: Any
     if symmetric:

@@ -51,7 +51,7 @@ def given(
             ts[world.rank],
             n in symmetric,
             start(n),
-            operator.tensors[n].turned or (transposed and operator.tensors[n].transposed),
+            transposed and operator.tensors[n].transposed,
         )
         for n, ts in operands.items()
     }

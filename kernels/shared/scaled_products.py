@@ -61,7 +61,9 @@ def _made(shape: Shape, random: torch.Generator, call: Call) -> torch.Tensor:
     return torch.rand(shape, generator=random) + 3.0
 
 
-Reference, Ranks = Callable[..., torch.Tensor], Sequence[torch.Tensor]
+Reference = Callable[..., torch.Tensor]
+Ranks = Sequence[torch.Tensor]
+"""An operand of every rank."""
 
 
 def of_values(reference: Reference) -> Reference:

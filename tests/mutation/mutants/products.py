@@ -4,9 +4,9 @@ from tests.mutation.mutant import EXPLORED, Mutant, of
 
 MUTANTS: tuple[Mutant, ...] = (
     *of("kernels/all_gather_matmul/plain.py", "tests/kernels/test_buffers.py",
-        ("pushes by other grids share counters", "(CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)", "(CALL, m, k, dtype, tasks, tiles.block_m, chunk), make)"),
-        ("pushes of other chunks share counters", "(CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)", "(CALL, m, k, dtype, tasks, programs, tiles.block_m), make)"),
-        ("pushes of other tasks share a queue", "(CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)", "(CALL, m, k, dtype, programs, tiles.block_m, chunk), make)"),
+        ("pushes by other grids share counters", "counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk)", "counted = (CALL, m, k, dtype, tasks, tiles.block_m, chunk)"),
+        ("pushes of other chunks share counters", "counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk)", "counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m)"),
+        ("pushes of other tasks share a queue", "counted = (CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk)", "counted = (CALL, m, k, dtype, programs, tiles.block_m, chunk)"),
     ),
     *of("kernels/matmul_reduce_scatter/plain.py", "tests/kernels/test_buffers.py",
         ("sums of other dtypes share a buffer", "(CALL, m, N, dtype, programs, tiles[:2], mode), make)", "(CALL, m, N, programs, tiles[:2], mode), make)"),

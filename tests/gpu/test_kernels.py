@@ -214,6 +214,31 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
     launch(all_defaults, ranks, dtype)
 
 
+def on_each_of_torch_s_streams(world: Any) -> None:
+    """torch lends 32 streams in turn. The copies wait for their kernel, so on its stream they would wait for ever."""
+    if not runs_gluon("matmul_reduce_scatter", world, torch.bfloat16, 512, 512, 512):
+        return
+    operands = [(normal(world, (512, 512), r), normal(world, (512, 512), 50 + r)) for r in range(world.size)]
+    wanted = sum(a.float() @ b.float() for a, b in operands).chunk(world.size)[world.rank]  # type: ignore[union-attr]
+    for _ in range(34):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            eager = pkt.matmul_reduce_scatter(*operands[world.rank], mode="gluon", copies=2)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = pkt.matmul_reduce_scatter(*operands[world.rank], mode="gluon", copies=2)
+        graph.replay()
+        for got in (eager, captured):
+            assert product_error(got, wanted) < 2e-2
+    world.barrier()
+
+
+@on_ranks(2)
+def test_copies_beside_each_of_torch_s_streams(ranks: int) -> None:
+    launch(on_each_of_torch_s_streams, ranks)
+
+
 def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     """Check all forms that can run against torch, with weights as a Linear holds them, a bias and an epilogue."""
     from pkt.kernels.shared.tile_product import finished

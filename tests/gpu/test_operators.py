@@ -73,9 +73,9 @@ class Calls:
 
 def program(name: str, mode: str, **settings: int) -> Callable[[Any], None]:
     def run(world: Any) -> None:
-        ran = 0
+        ran, dtypes = 0, checks.floats(OPERATORS[name], mode)
         for case in gpu_cases(name, mode):
-            dtype = checks.floats(OPERATORS[name], mode)[ran % 2]
+            dtype = dtypes[ran % min(2, len(dtypes))]
             try:
                 ran += everything(world, name, mode, case, dtype, settings)
             except pkt.Unsupported as unfit:  # the form refuses this case on all ranks
@@ -131,6 +131,8 @@ EXPLORED = {
 PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | {
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
+    "all_gather_matmul_scaled-gluon-copied": program("all_gather_matmul_scaled", "gluon", num_comm_sms=0),
+    "matmul_reduce_scatter_scaled-gluon-copied": program("matmul_reduce_scatter_scaled", "gluon", copies=2),
 }
 
 

@@ -47,7 +47,9 @@ PROMOTED = gl.constexpr(128)
 """The widest fp8 tiles whose products are added up in fp32 registers, see scales.py. In wider ones the sum stays in the
 tensor cores, because registers do not hold it twice."""
 SUMMED = gl.constexpr(4)
-"""Steps whose products are added up in the tensor cores, before they are added in registers."""
+"""Steps whose products are added up in the tensor cores, before they are added in registers: 4096 x 8192 x 28672 on 2 x
+H200 takes 1.516, 1.545, 1.491 and 1.459 ms with 1, 2, 4 and 8 (benchmarks/results/fp8_products_tried_2.json). With 4 a
+sum of products that all have one sign is off by 2^-11 at most."""
 
 
 class Sizes(NamedTuple):

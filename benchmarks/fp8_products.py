@@ -119,7 +119,7 @@ def operands(rank: int, rows: int, n: int, k: int, one: bool, device: torch.devi
 
 
 def bound(operator: str, k: int, size: int) -> float:
-    """The greatest `distance` of a result whose products are accumulated accurately every 128 elements.
+    """The greatest `distance` of a result whose products are added in fp32 every some hundred elements.
 
     Each rounding to bf16 is off by 2^-8 of the result at most: there is one of a gathered product, and as many as ranks
     of a sum. The sums are off by 2^-11 of the sum of magnitudes, which for normal numbers is 2 / pi * sqrt(terms) times

@@ -47,14 +47,15 @@ def work(world: World, seed: int, calls: int) -> dict[str, float]:
         operator = operators()[name]
         mode = pick.choice([m for m, form in operator.forms.items() if cuda or not form.gpu])
         case = pick.choice(list(inputs.cases_of(operator, mode)))
-        everybody = inputs.everybody(operator, case, world.size, seed + launch, BF16)
+        dtype = inputs.usual(operator)
+        everybody = inputs.everybody(operator, case, world.size, seed + launch, dtype)
         symmetric = operator.forms[mode].symmetric
         mine: dict[str, torch.Tensor | None] = {
             n: None if ts is None else inputs.placed(world, ts[world.rank], n in symmetric)
             for n, ts in everybody.items()
         }
         exact = inputs.exact(operator, case, world.rank, everybody)
-        limit = inputs.bounds(operator, mode, case, world.rank, world.size, everybody, BF16)[0]
+        limit = inputs.bounds(operator, mode, case, world.rank, world.size, everybody, dtype)[0]
         if "out" in symmetric:
             mine["out"] = pkt.empty(tuple(exact.shape), dtype=BF16, world=world)
         way = pick.choice(("here", "stream", "graph")) if cuda else "here"

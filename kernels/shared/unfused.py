@@ -34,6 +34,7 @@ from pkt.runtime.world import World
 from ..declaration import Call, Form, Launch
 from . import flagged
 from .checks import aligned, check_tensor
+from .fp8 import FP8
 from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
 from .products import by_columns, in_turn
@@ -43,6 +44,7 @@ _MATMUL = torch.backends.cuda.matmul
 PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
     torch.bfloat16: lambda: _MATMUL.allow_bf16_reduced_precision_reduction,
     torch.float16: lambda: (_MATMUL.allow_fp16_reduced_precision_reduction, _MATMUL.allow_fp16_accumulation),
+    FP8: lambda: (),
 }
 """torch's settings that a product of such operands depends on."""
 Planned = Callable[..., Launch]

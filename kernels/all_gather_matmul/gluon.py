@@ -55,6 +55,7 @@ from ..shared.gluon_host import (
     kernel_constants,
     weights_descriptor,
 )
+from ..shared.gluon_scales import exchange_scales
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -62,7 +63,6 @@ from ..shared.gluon_warps import (
     Outbox,
     Peers,
     Ring,
-    Scaling,
     Signals,
     Sizes,
     consume,
@@ -321,23 +321,6 @@ def _push(index, lane, a, push, order, signals):
             for d in gl.static_range(1, SIZE):
                 other = pl.peer(counter, (order.rank + d) % SIZE, signals.world)
                 gl.atomic_add(other, 1, sem="relaxed", scope="sys")
-
-
-@gluon.jit
-def exchange_scales(scales, words_ptr, m, epoch, world, num_warps: gl.constexpr):
-    """By a kernel's scales.Scales, with A's of all ranks, whose shards have m rows each. The programs put this rank's
-    into the words of every rank, its own as well, and take them where a tile needs them."""
-    THREADS: gl.constexpr = 32 * num_warps
-    n = m if scales.A_EACH else 1
-    words = words_ptr + (epoch & 1) * world.size * n * 2
-    mine = words + gl.cast(world.rank, gl.int32) * n * 2
-    for begin in range(gl.program_id(0) * THREADS, n, gl.num_programs(0) * THREADS):
-        place = begin + gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-        found = gl.load(scales.a_ptr + place, mask=place < n, other=0).to(gl.int32, bitcast=True)
-        for d in gl.static_range(world.size):
-            peer = (gl.cast(world.rank, gl.int32) + d) % world.size
-            pl.put_flagged(mine + place * 2, (found,), epoch, peer, world, mask=place < n)
-    return Scaling(words, scales.b_ptr, m, epoch, world, scales.A_EACH, scales.B_EACH)
 
 
 # ------------------------------------------------------------------------------------------------------- roles

@@ -19,7 +19,7 @@ from pkt.model.gpu import Gpu, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.gluon_fits import check_tiles, tiles_for
+from ..shared.gluon_fits import TILES, check_tiles
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key, average_seconds
 from ..shared.tile_product import Tiles, whole_rows
@@ -158,7 +158,7 @@ def settings(
 ) -> tuple[PushPlan, Tiles]:
     """`push_plan` in a world, for operands of a dtype, and its tiles. Raises ShapeError where the settings do not fit
     together."""
-    tiles = tiles or tiles_for(dtype)
+    tiles = tiles or TILES
     check_tiles(CALL, tiles, world, dtype)
     plan = push_plan(m, N, K, world.size, tiles, num_programs(world, world.num_sms), dtype, **given)
     check_plan(plan, tiles, world)
@@ -255,10 +255,10 @@ def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
-    tiles = Tiles(*config.get("tiles") or tiles_for(rules.dtype_of(key)))
+    tiles = Tiles(*config.get("tiles") or TILES)
     case = Product.of(key, tiles)
     given = {name: config[name] for name in PushPlan._fields if config.get(name) is not None}
-    plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, rules.dtype_of(key), **given)
+    plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, **given)
     if plan.num_comm_sms == 0:
         return _copied(case, plan, False, gpu)
     return _pushed(case, plan, tiles, gpu)

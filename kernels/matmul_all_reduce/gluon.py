@@ -38,6 +38,7 @@ from ..shared.gluon_host import (
     kernel_constants,
     weights_descriptor,
 )
+from ..shared.gluon_scales import open_scales
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -50,7 +51,6 @@ from ..shared.gluon_warps import (
     grouped,
     open_outbox,
     open_ring,
-    open_scales,
     publish,
     turn,
 )

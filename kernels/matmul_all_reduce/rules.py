@@ -16,8 +16,7 @@ from pkt.model.gpu import Gpu, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.fp8 import FP8
-from ..shared.gluon_fits import NARROW, NARROW8, TILES, check_tiles
+from ..shared.gluon_fits import NARROW, TILES, check_tiles
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key, average_seconds
 from ..shared.tile_product import Tiles
@@ -99,7 +98,7 @@ def settled(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tiles, int]:  # fmt: skip
     """`tiles` and `lag`, for operands of a dtype; the rule fills in None."""
-    tiles = tiles or (NARROW8 if dtype == FP8 else tiles_of(M, N, K, size, programs))
+    tiles = tiles or tiles_of(M, N, K, size, programs)
     K = rules.columns16(K, dtype)
     count = _count(M, N, tiles)
     own, programs = triton.cdiv(count, size), max(1, min(programs, count))
@@ -154,7 +153,7 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
     shape = key["M"], key["N"], key["K"], key["size"]
     given = Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag")
-    tiles, lag = settled(*shape, gpu.sms, *given, rules.dtype_of(key))
+    tiles, lag = settled(*shape, gpu.sms, *given)
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)

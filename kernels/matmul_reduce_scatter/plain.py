@@ -81,9 +81,8 @@ def _partial(
     i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = accumulate(acc, a, owner, b, 0, 1, i * BLOCK_M, j * BLOCK_N, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
-    if scales is not None:
-        # Those of rows behind the owner's part are of rows that are not stored.
-        acc = scaled(acc, scales, owner * m + i * BLOCK_M, world.size * m, j * BLOCK_N, N)
+    # Rows behind the owner's part get scales of the next, and are not stored.
+    acc = scaled(acc, scales, owner * m + i * BLOCK_M, world.size * m, j * BLOCK_N, N)
     return acc, owner, i * BLOCK_M, j * BLOCK_N
 
 

@@ -16,7 +16,7 @@ from pkt.model.gpu import Gpu, interpolated, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
-from ..shared.gluon_fits import TILES, check_tiles, tiles_for
+from ..shared.gluon_fits import TILES, check_tiles
 from ..shared.grid import num_programs
 from ..shared.product_rules import Key
 from ..shared.tile_product import Tiles
@@ -55,7 +55,7 @@ def settled(
 ) -> tuple[Tiles, int, int]:  # fmt: skip
     """`tiles`, `lag` and `copies`, for operands of a dtype; the rule fills in None. Where parts are copied, own tiles
     come last; else they are a round behind the others'."""
-    tiles = tiles or tiles_for(dtype)
+    tiles = tiles or TILES
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     if copies is None:
         copies = copies_of(m, N, rules.columns16(K, dtype), size) if lag is None else 0
@@ -68,7 +68,7 @@ def settings(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tiles, int, int]:  # fmt: skip
     """`settled` in a world. Raises ShapeError."""
-    check_tiles(CALL, tiles or tiles_for(dtype), world, dtype)
+    check_tiles(CALL, tiles or TILES, world, dtype)
     if copies and lag is not None:
         raise ShapeError.argument(CALL, "lag", lag, "none with copies", world.rank)
     return settled(m, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, copies, dtype)
@@ -130,14 +130,7 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
     m, given = math.ceil(key["M"] / key["size"]), (config.get("lag"), config.get("copies"))
     tiles, lag, copies = settled(
-        m,
-        key["N"],
-        key["K"],
-        key["size"],
-        gpu.sms,
-        Tiles(*config["tiles"]) if config.get("tiles") else None,
-        *given,
-        rules.dtype_of(key),
+        m, key["N"], key["K"], key["size"], gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, *given
     )
     case = Product.of(key, tiles)
     if copies and case.size > 1:

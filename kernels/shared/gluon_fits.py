@@ -31,11 +31,6 @@ NARROW8, WIDE8 = Tiles(128, 128, 128, num_stages=6), Tiles(128, 256, 128)
 """Of fp8 operands; the wide ones where sums may stay in the tensor cores, see gluon_warps.PROMOTED."""
 
 
-def tiles_for(dtype: torch.dtype, others: Tiles = TILES) -> Tiles:
-    """The tiles for operands of a dtype, where those for 16 bits are `others`."""
-    return NARROW8 if dtype == FP8 else others
-
-
 def blocks(dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
     """Blocks that operands of a dtype may have: 128 bytes of K each, as TMA swizzles them."""
     return tuple((128, n, 128 // dtype.itemsize) for n in (256, 128))

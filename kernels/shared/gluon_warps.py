@@ -32,13 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-import pkt.language as pl
 from pkt.language import ptx
 
 from .gluon_aggregate import aggregate
+from .gluon_scales import CONSUMERS, Scaling
 from .tile_product import activate, columns_each
 
-CONSUMERS = gl.constexpr(2)
 SWIZZLED = gl.constexpr(64)
 """Columns of 16 bits that shared memory holds side by side."""
 REGISTERS = gl.constexpr([216, 64, 64])
@@ -300,52 +299,6 @@ def open_outbox(ring):
     """An empty outbox for the tiles of a ring."""
     room = gl.allocate_shared_memory(ring.DTYPE, [ring.BLOCK_M // CONSUMERS, ring.BLOCK_N], ring.HALF)
     return Outbox(room, open_barriers(CONSUMERS), open_barriers(1), open_barriers(2))
-
-
-@aggregate
-class Scaling:
-    """What sums of fp8 products are multiplied by."""
-
-    a: gl.tensor  # pointer to fp32; or to int32, words of `pl.put_flagged` that hold the bits of fp32
-    b: gl.tensor  # pointer to fp32
-    m: gl.tensor  # rows of a part of A
-    flag: gl.tensor  # of the words, or None
-    world: gl.tuple
-    A_EACH: gl.constexpr  # a row of A has a scale of its own
-    B_EACH: gl.constexpr  # a column of B has
-
-    @gluon.jit
-    def of_a(self, place, mask):
-        """Those of A at `place`, fp32, once they are there."""
-        if self.flag is None:
-            found = gl.load(self.a + place, mask=mask)
-        else:
-            word = pl.take_flagged(self.a + 2 * place, self.flag, self.world, mask, values=1)
-            found = word[0].to(gl.float32, bitcast=True)
-        return found
-
-    @gluon.jit
-    def applied(self, half, CONSUMER: gl.constexpr, t, col, N, order):
-        """A consumer's half of tile t, fp32, which begins at column `col`, times the scales of its rows and columns."""
-        part, i = order.rows(t)
-        if not self.A_EACH:
-            half *= self.of_a(0 if self.flag is None else part, None)
-        else:
-            rows = gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))
-            rows += (i * CONSUMERS + CONSUMER) * half.shape[0]
-            half *= self.of_a(part * self.m + rows, rows < self.m)[:, None]
-        if not self.B_EACH:
-            half *= gl.load(self.b)
-        else:
-            cols = col + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
-            half *= gl.load(self.b + cols, mask=cols < N, other=0)[None, :]
-        return half
-
-
-@gluon.jit
-def open_scales(scales, m, world):
-    """By a kernel's scales.Scales, for a part of A of m rows, or several."""
-    return Scaling(scales.a_ptr, scales.b_ptr, m, None, world, scales.A_EACH, scales.B_EACH)
 
 
 @aggregate

@@ -58,7 +58,7 @@ def scaled(acc, scales, row, M, col, N):
 
 
 @triton.jit
-def _half(scales, words_ptr, m, world, epoch):
+def half_of(scales, words_ptr, m, world, epoch):
     """(scales of a rank's A, the launch's half of `words_of`)."""
     count = m if scales.A_EACH else 1
     return count, words_ptr + tl.cast(epoch & 1, tl.int64) * world.size * count * 2
@@ -68,14 +68,19 @@ def _half(scales, words_ptr, m, world, epoch):
 def put(scales, words_ptr, m, world, epoch, BLOCK: tl.constexpr):
     """This rank's scales of A, of m rows, to every rank; the programs share them. Nothing where scales is None."""
     if scales is not None:
-        count, half = _half(scales, words_ptr, m, world, epoch)
-        mine = half + tl.cast(world.rank, tl.int64) * count * 2
+        count, half = half_of(scales, words_ptr, m, world, epoch)
         for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            scale = tl.load(scales.a_ptr + at, mask=at < count, other=0).to(tl.int32, bitcast=True)
-            for d in tl.static_range(world.size):
-                peer = (tl.cast(world.rank, tl.int32) + d) % world.size
-                pl.put_flagged(mine + 2 * at, (scale,), epoch, peer, world, mask=at < count)
+            put_block(scales, half, first + tl.arange(0, BLOCK), count, world, epoch)
+
+
+@triton.jit
+def put_block(scales, half, at, count, world, epoch):
+    """Those at places `at`, a block, of `count`."""
+    mine = half + tl.cast(world.rank, tl.int64) * count * 2
+    scale = tl.load(scales.a_ptr + at, mask=at < count, other=0).to(tl.int32, bitcast=True)
+    for d in tl.static_range(world.size):
+        peer = (tl.cast(world.rank, tl.int32) + d) % world.size
+        pl.put_flagged(mine + 2 * at, (scale,), epoch, peer, world, mask=at < count)
 
 
 @triton.jit
@@ -84,7 +89,7 @@ def scaled_of(acc, scales, words_ptr, source, row, m, col, N, world, epoch):
     if scales is None:
         return acc
     else:
-        count, half = _half(scales, words_ptr, m, world, epoch)
+        count, half = half_of(scales, words_ptr, m, world, epoch)
         words = half + tl.cast(source, tl.int64) * count * 2
         if scales.A_EACH:
             at = row + tl.arange(0, acc.shape[0])

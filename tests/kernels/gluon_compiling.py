@@ -206,7 +206,7 @@ def product(
 ) -> Compiled:  # fmt: skip
     columns = N // columns_each(options.get("epilogue", "none"))
     a, b, out, added = tensors((m, K), (K, N), (world.size * m, columns), dtype, transposed, bias)
-    of, tiles = scales(m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
+    of, tiles = scales(m, N, dtype, each), tiles or (NARROW8 if dtype == FP8 else TILES)
     launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles, **options, **of)
     launch(a, b, out, added, *of.values())
     return world.kernels[-1]
@@ -217,7 +217,7 @@ def scatter(
     tiles: Tiles | None = None, lag: int = 3, each: str | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, out, added = tensors((world.size * m, K), (K, N), (m, N), dtype, transposed, bias)
-    of, tiles = scales(world.size * m, N, dtype, each), tiles or gluon_fits.tiles_for(dtype)
+    of, tiles = scales(world.size * m, N, dtype, each), tiles or (NARROW8 if dtype == FP8 else TILES)
     inbox.inbox_launch(world, a, b, out, tiles, lag, **options, **of)(a, b, out, added, *of.values())
     return world.kernels[-1]
 
@@ -227,6 +227,7 @@ def reduce(
     tiles: Tiles | None = None, lag: int | None = None, each: str | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
+    tiles = tiles or (NARROW8 if dtype == FP8 else None)
     settings, of = reduce_rules.settings(M, N, K, world, tiles, lag, dtype), scales(M, N, dtype, each)
     out = Symmetric(M, N, dtype=result_dtype(dtype))
     two_shot.two_shot_launch(world, a, b, out, *settings, **options, **of)(a, b, added, *of.values())

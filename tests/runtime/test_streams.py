@@ -143,6 +143,21 @@ def test_nothing_is_recorded_while_the_user_records():
     assert order.follow() is False
 
 
+def test_calls_are_recorded_on_a_stream_that_is_made_for_them_once():
+    """One of torch's may be the caller's, or record another graph."""
+    cuda, made = Cuda(), []
+
+    def make():
+        made.append(Stream(99))
+        return made[-1]
+
+    order = OneInFlight(torch.device("cuda", 3), make, cuda)
+    for _ in range(2):
+        with order.recording():
+            assert cuda.now is made[0]
+    assert len(made) == 1
+
+
 # ("use", stream), ("begin", stream): capture into a graph, ("fork", stream): that stream joins it, ("end", 0)
 STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork", "end"]), st.integers(0, 3)))
 

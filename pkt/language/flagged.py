@@ -9,7 +9,8 @@ nor a fence, and takes one flight. NCCL calls this protocol LL.
 | short, 8 bytes | one int32, as NCCL's | half | b64 |
 
 (*) An access of type b128 is one access since PTX ISA 8.3, and none of 2 x 10^7 messages between H200s was torn
-(`gpu_tests.json`). Short words have run on ranks that share one H200 only.
+(`gpu_tests.json`). Short words carry the scales of fp8 products, whose results were right on two H200s
+(`fp8_products_2.json`).
 
 Two rules keep a flag from being found without its data:
 

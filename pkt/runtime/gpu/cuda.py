@@ -57,10 +57,9 @@ class Engines:
         self._driver.hold(address, value, stream)
 
     def stream(self) -> torch.cuda.Stream:
-        with torch.cuda.device(self._device):
-            handle = self._driver.open_stream()
+        handle = self._driver.lend_stream(self._device)
         found = torch.cuda.ExternalStream(handle, device=self._device)
-        weakref.finalize(found, self._driver.close_stream, handle).atexit = False
+        weakref.finalize(found, self._driver.return_stream, self._device, handle).atexit = False
         return found
 
     def uncouple(self) -> None:

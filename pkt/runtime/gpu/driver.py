@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 Shared = int | bytes  # a file descriptor, or a fabric handle
 _sides: dict[int, tuple[int, int, torch.Tensor]] = {}  # device -> what `write_words` writes with
+_returned: defaultdict[int, list[int]] = defaultdict(list)  # device -> streams to lend again
 _writing = threading.Lock()
 _storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: other releases may lack it
 _REMEDY = {
@@ -202,14 +204,17 @@ class CudaDriver:
         """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
         self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
 
-    def open_stream(self) -> int:
-        """Handle of a new stream in the current context, which does not wait for the default one."""
-        return int(self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+    def lend_stream(self, device: int) -> int:
+        """Handle of a stream of the device that nobody else has, and that does not wait for the default one."""
+        # None is ever destroyed: torch's allocator and graphs name the streams that they were used on to their end.
+        if _returned[device]:
+            return _returned[device].pop()
+        with torch.cuda.device(device):
+            return int(self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
-    def close_stream(self, stream: int) -> None:
-        """Give a stream back; what is queued there goes on to its end."""
-        with self._beside_captures():  # it may happen whenever Python collects garbage
-            self._call("cuStreamDestroy", stream)
+    def return_stream(self, device: int, stream: int) -> None:
+        """Lend a stream again, from now on; what is queued there goes on to its end."""
+        _returned[device].append(stream)
 
     def uncouple(self, stream: int) -> None:
         """Make the kernel last recorded on a capturing stream an ordinary node of the graph, not a cooperative one."""
@@ -282,7 +287,7 @@ class CudaDriver:
         if device not in _sides:
             with torch.cuda.device(device):
                 page = torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True)
-                context, stream = self._call("cuCtxGetCurrent"), self.open_stream()
+                context, stream = self._call("cuCtxGetCurrent"), self.lend_stream(device)
             _sides[device] = int(context), stream, page
         return _sides[device]
 

@@ -74,7 +74,7 @@ OPERATOR = Operator(
         **scaled_products.unfused(unfused.reduce_forms(ALL_REDUCE.planned)),
     },
     default=scaled_products.default(
-        "lcsc", 512, False, lambda call: 4 * (1 - 1 / call.world.size) * call["m"] * call["n"]
+        "lcsc", 1024, False, lambda call: 4 * (1 - 1 / call.world.size) * call["m"] * call["n"]
     ),
     reference=scaled_products.of_values(plain.reference),
     private="k",

@@ -1,17 +1,15 @@
 """Dispatch and the first product of the experts: tokens arrive in the order of experts, and are multiplied.
 
 unfused: `dispatch` and then `grouped_matmul`, as two launches. The form of dispatch is the one that it would take.
-push: one launch. Dispatch's push runs in it. Rows that have been placed are counted by blocks of as many rows as a tile
-    has, and a tile of the product begins when its block is there:
+push: one launch. Dispatch's push runs in it, and tokens leave in the order of their first experts on the rank that they
+    go to. Rows that have been placed are counted by blocks, and a tile of the product begins when its rows are there:
     1. Some programs send this rank's tokens, the others place this rank's own tokens into their rows.
     2. Some of those place the other ranks' tokens as they arrive.
-    3. Every program that has nothing to move claims tiles from a queue: first those of blocks that hold this rank's own
-       tokens alone, then the others.
+    3. Every program that has nothing to move claims tiles from a queue, expert by expert.
 
-Tokens leave in their order, not in that of their experts, so blocks with other ranks' tokens become whole late. A layer
-of experts by the push forms of this operator and of `matmul_combine` took 7 and 16 % longer than unfused for 128 and
-256 tokens on 2 x H100 (`benchmarks/results/moe_2.json`), and this one took 15 to 21 % longer for 4,096 to 32,768 on
-4 x H100 (`dispatch_matmul.json`), so push is not the default.
+Why in that order: if a token has two of a rank's E experts, chosen at random, then the rank's first e experts have all
+their rows when 1 - (1 - e / E)^2 of its tokens have come. In their own order each expert has all its rows at the end.
+So a product that takes twice as long as the links waits for its first rows only.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-import pkt.language as pl
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
@@ -43,8 +40,13 @@ from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
 from .shared.checks import FLOATS, aligned, stored
+from .shared.expert_tiles import ends_of, find
 from .shared.grid import num_programs
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
+
+MOVERS = 24
+"""Programs of push that send, by default, and as many that place what arrives. With 16, 32 and 48 it takes up to 4 %
+longer for 8,192 and 32,768 tokens on 4 H200 (`dispatch_matmul_tried.json`)."""
 
 
 def reference(
@@ -110,7 +112,7 @@ def dispatch_matmul_kernel(
     launch, half, room = push.begin(idx_ptr, to, routes_ptr, m, p, world)  # its barriers publish these zeros
     alone = tl.num_programs(0) == 1
     if pid < p.SENDERS:
-        push.send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world)
+        push.send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p, world)
     if (pid >= p.SENDERS) | alone:
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
@@ -122,59 +124,35 @@ def dispatch_matmul_kernel(
                 world,
             )  # fmt: skip
             push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
-    _multiply(half, to, arrived, t, p, world)
+    _multiply(to, arrived, t, p, world)
     if p.CLEAR:
         _clear(to, t, p)
 
 
 @triton.jit
-def _multiply(half, to, arrived, t, p, world):
+def _multiply(to, arrived, t, p, world):
     """Claim tiles, wait for their rows, and store them."""
-    e = tl.arange(0, triton.next_power_of_2(p.OWN))
-    start, stop = arrivals.spans(to, p)
-    first, blocks = arrivals.firsts(start, stop, t.BLOCK_M)
-    begin, soon = _own_blocks(half, stop - start, blocks, t, p, world)
     columns = tl.cdiv(t.N, t.BLOCK_N)
-    sooner = tl.cumsum(soon * columns)
-    tiles = tl.max(sooner)
-    later = tiles + tl.cumsum((blocks - soon) * columns)
+    ends = ends_of(to.offsets, p.OWN, p.R, columns, triton.next_power_of_2(p.OWN), t.BLOCK_M)
+    rows = tl.load(to.offsets + p.OWN)
     b = _weights(t, p)
-    task = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
-    while task < tl.max(later):
-        now = task < tiles
-        ends = tl.where(now, sooner, later)
-        before = ends <= task
-        here = e == tl.sum(before.to(tl.int32))
-        expert = tl.sum(before.to(tl.int32))
-        inside = task - tl.maximum(tl.max(tl.where(before, ends, 0)), tl.where(now, 0, tiles))
-        own_begin = _of(here, begin)
-        own = _of(here, soon)
-        rows = tl.where(now, own, _of(here, blocks) - own)
-        group = inside // (t.GROUP * columns) * t.GROUP
-        high = tl.minimum(rows - group, t.GROUP)
-        inside = inside % (t.GROUP * columns)
-        block = group + inside % high
-        block += tl.where(now, own_begin, tl.where(block >= own_begin, own, 0))
-        col = inside // high * t.BLOCK_N
-        end = _of(here, stop)
-        row = _of(here, start) + block * t.BLOCK_M
-        pl.wait(arrived.counts + _of(here, first) + block, tl.minimum(end - row, t.BLOCK_M), world)
+    tile = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
+    while tile < tl.max(ends):
+        expert, row, col, stop = find(
+            tile, ends, to.offsets, p.OWN, p.R, columns, t.BLOCK_M, t.BLOCK_N, t.GROUP
+        )  # fmt: skip
+        arrivals.wait(row, tl.minimum(row + t.BLOCK_M, stop), rows, arrived, world)
         # Up to the expert's last row: later ones may still be written.
-        a = stack(to.rows, 1, end, p.H, p.H, t.BLOCK_M, t.BLOCK_K, t.TMA)
+        a = stack(to.rows, 1, stop, p.H, p.H, t.BLOCK_M, t.BLOCK_K, t.TMA)
         acc = tl.zeros((t.BLOCK_M, t.BLOCK_N), tl.float32)
         if t.TMA:
-            acc = accumulate(acc, a, 0, b, expert, p.OWN, row, col, end, t.N, p.H, p.H, True, t.TRANSPOSED, t.BLOCK_K)
+            acc = accumulate(acc, a, 0, b, expert, p.OWN, row, col, stop, t.N, p.H, p.H, True, t.TRANSPOSED, t.BLOCK_K)
         else:
             w = b + tl.cast(expert, tl.int64) * p.H * t.N
-            acc = accumulate(acc, a, 0, w, 0, 1, row, col, end, t.N, p.H, p.H, False, t.TRANSPOSED, t.BLOCK_K)
-        ptrs, mask = tile_pointers(t.out, row, col, end, t.N, t.N, t.BLOCK_M, t.BLOCK_N)
+            acc = accumulate(acc, a, 0, w, 0, 1, row, col, stop, t.N, p.H, p.H, False, t.TRANSPOSED, t.BLOCK_K)
+        ptrs, mask = tile_pointers(t.out, row, col, stop, t.N, t.N, t.BLOCK_M, t.BLOCK_N)
         tl.store(ptrs, acc.to(t.out.dtype.element_ty), mask=mask)
-        task = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _of(here, numbers):
-    return tl.sum(tl.where(here, numbers, 0))
+        tile = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -183,22 +161,6 @@ def _weights(t, p):
         return stack(t.w, p.OWN, t.N, p.H, p.H, t.BLOCK_N, t.BLOCK_K, t.TMA)
     else:
         return stack(t.w, p.OWN, p.H, t.N, t.N, t.BLOCK_K, t.BLOCK_N, t.TMA)
-
-
-@triton.jit
-def _own_blocks(half, rows, blocks, t, p, world):
-    """Of each expert the first block that holds this rank's own tokens alone, and how many do. rows: (OWN2,)."""
-    rank = tl.cast(world.rank, tl.int32)
-    e = tl.arange(0, triton.next_power_of_2(p.OWN))[None, :]
-    ranks = tl.arange(0, triton.next_power_of_2(world.size))[:, None]
-    counts = half + ranks * (p.EXPERTS + world.size) + rank * p.OWN + e
-    pairs = tl.load(counts, mask=(ranks < world.size) & (e < p.OWN), other=0)
-    begin = tl.sum(tl.where(ranks < rank, pairs, 0), 0)
-    end = tl.sum(tl.where(ranks <= rank, pairs, 0), 0)
-    first = tl.cdiv(begin, t.BLOCK_M)
-    last = tl.where(end == rows, blocks, end // t.BLOCK_M)
-    none = rows == 0  # also where this rank has no room, and pairs are counted all the same
-    return tl.where(none, 0, first), tl.where(none, 0, tl.maximum(last - first, 0))
 
 
 @triton.jit
@@ -237,9 +199,9 @@ def dispatch_matmul(
     (R, N) of x's dtype, row by row what `grouped_matmul` makes of dispatched.rows; clear applies to both. Sums are in
     fp32.
 
-    mode: a form that the top of kernels/dispatch_matmul.py describes; None takes unfused. num_comm_sms: with push,
-    programs that send, and as many more that place what arrives. tiles: of the product, as for `grouped_matmul`.
-    tokens_per_rank: with unfused, as for `dispatch`.
+    mode: a form that the top of kernels/dispatch_matmul.py describes; None takes push where dispatch takes long beside
+    the product. num_comm_sms: with push, programs that send, and as many more that place what arrives. tiles: of the
+    product, as for `grouped_matmul`. tokens_per_rank: as for `dispatch`.
 
     Symmetric memory kept: as `dispatch`, and with push an int32 for each block of rows. Differentiable in x,
     topk_weights and w, by `combine`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,
@@ -301,9 +263,9 @@ def _plan_push(call: Call) -> Launch:
     if not R * E * call["h"] * N:
         return _plan_unfused(call)
     tiles, programs = _tiles(call), num_programs(world, world.num_sms)
-    start, sized, buffers = pushed(call, dispatch_matmul_kernel, tiles.launch_options())
+    start, sized, buffers = pushed(call, dispatch_matmul_kernel, tiles.launch_options(), MOVERS, sort=True)
     rows, transposed = stored(call["w"])
-    blocks = triton.cdiv(R, tiles.block_m) + E
+    blocks = triton.cdiv(R, tiles.block_m)
     counts, queue = world.keep(
         ("dispatch_matmul", blocks),
         lambda: (
@@ -334,6 +296,25 @@ def _tiles(call: Call) -> Tiles:
     given: Tiles | None = call["tiles"]
     rows = stored(call["w"])[0]
     return given or grouped.default_tiles(call.sizes["r"], call["w"].shape[0], call.dtype, _reaches(call, rows))
+
+
+MULTIPLIED, LOADED, SHARE = 6.9e14, 4.2e12, 0.25
+"""FLOP a second of the grouped product, and bytes of its weights; and the share of its time from which on a dispatch is
+worth hiding. On 2 H200, where it is 0.15 to 0.17, push takes 0.98 to 1.03 times as long as unfused, and on 2 H100 1.05
+to 1.1; where it is 0.37 to 0.42 it takes 0.88 to 0.9 on 4 H200, and 0.96 to 1.01 on 4 H100."""
+
+
+def default(call: Call) -> str:
+    """push, where the time of a dispatch that it hides is not small beside the product's."""
+    sizes, world = call.sizes, call.world
+    weights = sizes["e"] * sizes["h"] * sizes["n"]
+    if world.size == 1 or not weights:
+        return "unfused"
+    tokens, nbytes = call.given.get("tokens_per_rank") or call.greatest("t"), sizes["h"] * call.dtype.itemsize
+    moved = rules.predicted("dispatch", tokens, nbytes, sizes["k"], world.size)["push"].total
+    pairs = tokens * sizes["k"]
+    multiplied = max(2 * pairs * sizes["h"] * sizes["n"] / MULTIPLIED, weights * call.dtype.itemsize / LOADED)
+    return "push" if pairs > grouped.FEW_ROWS * sizes["e"] and moved > SHARE * multiplied else "unfused"
 
 
 def _bound_result(call: Call) -> Shape:
@@ -405,9 +386,10 @@ OPERATOR = Operator(
         ),
         "push": Form(
             _plan_push, "a tile begins when its rows are there", "x of tokens that leave, once a rank",
-            settings={"num_comm_sms": None, "tiles": None}, small=products.SMALL,
+            settings={"num_comm_sms": None, "tiles": None, "tokens_per_rank": None}, small=products.SMALL,
         ),
     },
+    default=default,
     reference=reference,
     bound=bound,
     backward=Backward(

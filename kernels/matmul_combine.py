@@ -33,7 +33,6 @@ from .combine import plans
 from .combine import reference as combined
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, rules
-from .dispatch.arrivals import firsts
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
 from .dispatch.result import check_promise, flat
 from .dispatch_matmul import check_weights, product_of
@@ -157,7 +156,8 @@ def _multiply(x_ptr, w_ptr, launch, d, m, p, world):
     e = tl.arange(0, triton.next_power_of_2(p.OWN))
     start = tl.minimum(tl.maximum(tl.load(d.offsets + e, mask=e < p.OWN, other=0), 0), p.R)
     stop = tl.maximum(tl.minimum(tl.load(d.offsets + e + 1, mask=e < p.OWN, other=0), p.R), start)
-    first, blocks = firsts(start, stop, p.BLOCK_M)
+    blocks = tl.cdiv(stop - start, p.BLOCK_M)
+    first = tl.cumsum(blocks) - blocks
     columns = tl.cdiv(p.N, p.BLOCK_N)
     ends = (first + blocks) * columns
     a = stack(x_ptr, 1, p.R, p.H, p.H, p.BLOCK_M, p.BLOCK_K, p.TMA)

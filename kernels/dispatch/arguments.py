@@ -27,6 +27,7 @@ class Size(NamedTuple):
     TOKENS: tl.constexpr  # numbered at a time
     ROWS: tl.constexpr  # copied at a time, ROWS x COLS
     COLS: tl.constexpr
+    STAGES: tl.constexpr  # of these copies in flight
     SCALED: tl.constexpr  # tokens have scales
 
 
@@ -49,15 +50,16 @@ class Buffers(NamedTuple):
 
     table: Any  # int32 (2, size, EXPERTS + size): rank r stores [:, r], its totals of hist and sent; halves by the
     # launch's parity: a peer may be a launch ahead, while this rank still reads
-    inbox: Any  # (S, H): the slot's token, from its source
-    meta: Any  # int32 (S, 2 * K + 1 + G): of a slot the rows here and weights of its pairs, its number at the source,
-    # and its scales
+    inbox: Any  # (S, H): tokens, in the order in which each source sends them
+    meta: Any  # int32 (S, 2 * K + 2 + G): of each the rows here and weights of its pairs, its number at the source, its
+    # slot, and its scales
     ready: Any  # int32 (1 + S / CHUNK,): ranks whose counts are here; of each chunk the last launch that has filled it
     grid: Any  # int32 (1,): of the grid barrier
     hist: Any  # int32 (programs, EXPERTS): pairs of token and expert among the tokens of a program
     sent: Any  # int32 (programs, size): tokens of it that go to each rank
     base: Any  # int32 (programs, EXPERTS): the row of the program's next token for an expert, on the expert's rank
-    order: Any  # int32 (size, S): the tokens that go to each rank
+    order: Any  # int32 (size, S): the tokens that go to each rank, as they are sent
+    sorting: Any  # Sorting, this rank's; None: tokens are sent in their own order
 
 
 class Few(NamedTuple):

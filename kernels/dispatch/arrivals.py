@@ -1,7 +1,7 @@
-"""Rows that have arrived, counted by blocks, for a product that begins with a block when all its rows are there.
+"""Rows that have arrived, counted by blocks, for a product that begins with a tile when all its rows are there.
 
-The rows of each expert make blocks of HIGH rows; the last one of an expert may be lower. Blocks are numbered expert by
-expert. A counter begins at 0 in each launch, and ends at the number of the block's rows.
+A block is HIGH rows of the result, of any experts. A counter begins at 0 in each launch, and ends at the number of the
+block's rows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,8 @@ class Arrived(NamedTuple):
     """Where rows are counted."""
 
     counts: Any  # int32 (blocks,): of each block the rows that are there
-    blocks: Any  # at most: R / HIGH and one for each expert
+    blocks: Any  # R / HIGH, rounded up
     HIGH: tl.constexpr
-
-
-@triton.jit
-def spans(to, p):
-    """Of each of this rank's experts, (OWN2,): its first row, and the one behind its last."""
-    e = tl.arange(0, triton.next_power_of_2(p.OWN))
-    start = tl.load(to.offsets + e, mask=e < p.OWN, other=0)
-    return start, tl.load(to.offsets + e + 1, mask=e < p.OWN, other=0)
-
-
-@triton.jit
-def firsts(start, stop, HIGH: tl.constexpr):
-    """Of each expert, of `spans`: its first block, and how many it has."""
-    blocks = tl.cdiv(stop - start, HIGH)
-    return tl.cumsum(blocks) - blocks, blocks
 
 
 @triton.jit
@@ -47,10 +32,14 @@ def forget(arrived):
 
 
 @triton.jit
-def tell(rows, to, arrived, p, world):
-    """These rows (n,) have been stored by this program; -1 for none."""
-    start, stop = spans(to, p)
-    first, _ = firsts(start, stop, arrived.HIGH)
-    mine = (rows[:, None] >= start[None, :]) & (rows[:, None] < stop[None, :])
-    block = tl.sum(tl.where(mine, first[None, :] + (rows[:, None] - start[None, :]) // arrived.HIGH, 0), 1)
-    pl.atomic_add(arrived.counts + block, 1, world.rank, world, mask=rows >= 0, sem="release", scope="gpu")
+def tell(rows, arrived, world):
+    """These rows have been stored by this program; -1 for none."""
+    at = arrived.counts + rows // arrived.HIGH
+    pl.atomic_add(at, 1, world.rank, world, mask=rows >= 0, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(first, last, rows, arrived, world):
+    """Until rows [first, last), some of all `rows`, are there."""
+    for block in range(first // arrived.HIGH, tl.cdiv(last, arrived.HIGH)):
+        pl.wait(arrived.counts + block, tl.minimum(rows - block * arrived.HIGH, arrived.HIGH), world)

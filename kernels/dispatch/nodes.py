@@ -41,6 +41,7 @@ class Buffers(NamedTuple):
     line: Any  # int32 of a line
     head: Any  # of it, before a token's elements
     order: Any = None
+    sorting: Any = None
 
 
 @triton.jit
@@ -161,7 +162,8 @@ def _place(origin, peer, to, m, r, p, world):
             t = tl.load(note + 1) + i
             tl.store(to.tokens + tl.cast(slot, tl.int64) * p.K + k, rows, mask=there)
             elements = lines.to(tl.pointer_type(to.rows.dtype.element_ty)) + (number + m.head) * PER
-            push.into_rows(elements, rows, bits, origin * r.NEAR + peer % r.NEAR, t, slot >= 0, to, p)
+            push.describe(rows, bits, origin * r.NEAR + peer % r.NEAR, t, to)
+            push.into_rows(elements, rows, slot >= 0, to, p)
             if p.SCALED:
                 scales.place(None, t, lines + number + 3 * p.K, False, slot >= 0, rows, to, p)
 

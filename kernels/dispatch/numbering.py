@@ -7,7 +7,7 @@ import triton.language as tl
 
 from pkt.language import ptx
 
-from . import choices, totals
+from . import choices, sorting, totals
 
 NOWHERE = tl.constexpr(-(1 << 30))
 """A first row from which no row of an expert can be counted up to 0: the expert's rank has no room."""
@@ -76,12 +76,16 @@ def number(idx_ptr, half, room, to, routes_ptr, m, p, world):
         tl.store(next_row, row + 1, mask=(expert >= 0) & (later == 0))
         ptx.cta_barrier()
         token = start + tl.arange(0, p.TOKENS)[:, None]
-        goes = choices.goes(choices.experts(idx_ptr, token, tl.arange(0, p.K2)[None, :], token < last, p), p, world)
+        of_token = choices.experts(idx_ptr, token, tl.arange(0, p.K2)[None, :], token < last, p)
+        goes = choices.goes(of_token, p, world)
         j = sent[None, :] + tl.cumsum(goes, 0) - goes
         turns = (j // p.CHUNK)[:, :, None] + (by < rank).to(tl.int32)
         slot = tl.sum(tl.minimum(chunks, turns), 2) * p.CHUNK + j % p.CHUNK
         if m.order is not None:  # over nodes nobody looks there
-            tl.store(m.order + ranks * p.S + j, token + tl.zeros_like(j), mask=(goes > 0) & (j < p.S))
+            place = j
+            if m.sorting is not None:
+                place = sorting.places(of_token, m.sorting, p, world)
+            tl.store(m.order + ranks * p.S + place, token + tl.zeros_like(j), mask=(goes > 0) & (place < p.S))
         slot = tl.where((goes > 0) & (room[None, :] > 0), slot, -1)
         places = to.places + tl.cast(token, tl.int64) * world.size + ranks
         tl.store(places, slot, mask=(token < last) & (ranks < world.size))

@@ -20,7 +20,8 @@ from .arguments import Buffers, Few, Result, Size, Words
 from .low_latency import low_latency_kernel
 from .push import dispatch_kernel
 from .result import chunk_of, slots_filled
-from .rules import IN_FLIGHT, SENDERS
+from .rules import COPIED, SENDERS, STAGES
+from .sorting import Sorting
 
 THREADS = 256
 """Of a program in the low-latency form: a thread moves a word at a time."""
@@ -28,8 +29,8 @@ MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 
 
-def _buffers(call: Call, p: Size, programs: int) -> Buffers:
-    world, size, n, meta = call.world, call.world.size, p.EXPERTS.value, 2 * p.K.value + 1 + p.G
+def _buffers(call: Call, p: Size, programs: int, sort: bool) -> Buffers:
+    world, size, n, meta = call.world, call.world.size, p.EXPERTS.value, 2 * p.K.value + 2 + p.G
     slots = slots_filled(p.S, p.R, size, call.given.get("tokens_per_rank"))
 
     def int32(name: str, *shape: int) -> torch.Tensor:
@@ -44,9 +45,10 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
             signals(1, name="dispatch.grid", world=world),
             int32("hist", programs, n), int32("sent", programs, size), int32("base", programs, n),
             int32("order", size, p.S),
+            Sorting(int32("firsts", programs, n), int32("nexts", programs, n)) if sort else None,
         )  # fmt: skip
 
-    return world.keep(("dispatch", n, meta, p.S, slots, p.CHUNK.value, p.H, call.dtype), make)
+    return world.keep(("dispatch", n, meta, p.S, slots, p.CHUNK.value, p.H, call.dtype, sort), make)
 
 
 def plan_push(call: Call) -> Launch:
@@ -60,13 +62,15 @@ def plan_push(call: Call) -> Launch:
     return launch
 
 
-def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
+def pushed(
+    call: Call, kernel: Any, options: Mapping[str, Any], senders: int = SENDERS, sort: bool = False
+) -> tuple[Callable[..., None], Size, Buffers]:
     """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, *more): `kernel`, with `more` behind
-    results and routes."""
+    results and routes. senders: where the call does not say; sort: tokens leave in the order of their first experts."""
     world = call.world
     programs = num_programs(world, world.num_sms)
-    sized = _sized(call, max(1, min(call["num_comm_sms"] or SENDERS, programs - 1)))
-    buffers = _buffers(call, sized, programs)
+    sized = _sized(call, max(1, min(call["num_comm_sms"] or senders, programs - 1)))
+    buffers = _buffers(call, sized, programs, sort)
     start, routes = cooperative_launch(world, kernel, (programs,), **options), routes_of(call)
 
     def launch(x: Any, idx: torch.Tensor, weights: Any, scales: Any, results: Any, *more: Any) -> None:
@@ -84,8 +88,8 @@ def _sized(call: Call, senders: int) -> Size:
         T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
-            max(1, 64 // K2), min(chunk, max(1, IN_FLIGHT // (cols * call.dtype.itemsize))), cols,
-            scales_of(call) > 0,
+            max(1, 64 // K2), min(chunk, max(1, COPIED // (cols * call.dtype.itemsize))), cols,
+            STAGES, scales_of(call) > 0,
         )),
     )  # fmt: skip
 

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import ptx
 
-from . import arrivals, choices, numbering, scales, totals
+from . import arrivals, choices, numbering, scales, sorting, totals
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def dispatch_kernel(
     launch, half, room = begin(idx_ptr, to, routes_ptr, m, p, world)
     alone = tl.num_programs(0) == 1
     if pid < p.SENDERS:
-        send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world)
+        send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p, world)
     if (pid >= p.SENDERS) | alone:
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
@@ -51,17 +52,22 @@ def begin(idx_ptr, to, routes_ptr, m, p, world):
     launch = pl.epoch(m.ready, world)
     half = m.table + (launch & 1) * (world.size * (p.EXPERTS + world.size))
     totals.count(idx_ptr, m, p, world)
+    if m.sorting is not None:
+        sorting.count(idx_ptr, m.sorting, p, world)
     pl.grid_barrier(m.grid, world)  # publish: every program's counts
     totals.exchange(half, m, p, world)
     pl.wait(m.ready, launch * world.size, world)  # before overwrite: every rank has read its last launch's inbox
     room = numbering.begin(half, to, m, p, world)
+    if m.sorting is not None:
+        sorting.begin(m.sorting, p, world)
+        ptx.cta_barrier()  # every thread finds its next places
     numbering.number(idx_ptr, half, room, to, routes_ptr, m, p, world)
     pl.grid_barrier(m.grid, world)  # publish: rows and slots of all tokens, counts and offsets
     return launch, half, room
 
 
 @triton.jit
-def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, world):
+def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p, world):
     """Store this rank's tokens into the others' inboxes, chunk by chunk."""
     PEERS: tl.constexpr = world.size - 1
     rank = tl.cast(world.rank, tl.int32)
@@ -72,23 +78,28 @@ def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, routes_ptr, m, p, wor
         count = totals.sent(half, rank, peer, p, world)
         if (g * p.CHUNK < count) & totals.fits(room, peer, world):
             chunk = totals.chunk(half, g, rank, peer, p, world)
+            order = m.order + peer * p.S + g * p.CHUNK
+            at = tl.arange(0, p.CHUNK)[:, None]
+            inside = g * p.CHUNK + at < count
+            t = tl.load(order + at, mask=inside, other=0)
+            rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
+            slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + peer, mask=inside, other=0)
+            meta = m.meta + tl.cast(chunk * p.CHUNK + at, tl.int64) * (2 * p.K + 2 + p.G)
+            pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
+            pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
+            pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
+            pl.store(meta + 2 * p.K + 1, slot, peer, world, mask=inside)
+            if p.SCALED:
+                scales.send(s_ptr, t, inside, pl.peer(meta + 2 * p.K + 2, peer, world), p)
             for start in range(0, p.CHUNK, p.ROWS):
-                at = start + tl.arange(0, p.ROWS)[:, None]
-                inside = g * p.CHUNK + at < count
-                slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
-                t = tl.load(m.order + peer * p.S + g * p.CHUNK + at, mask=inside, other=0)
-                rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
-                meta = m.meta + slot * (2 * p.K + 1 + p.G)
-                pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
-                pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
-                pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
-                if p.SCALED:
-                    scales.send(s_ptr, t, inside, pl.peer(meta + 2 * p.K + 1, peer, world), p)
-                for col in range(0, p.H, p.COLS):
-                    cols = col + tl.arange(0, p.COLS)[None, :]
-                    both = inside & (cols < p.H)
-                    row = tl.load(x_ptr + tl.cast(t, tl.int64) * p.H + cols, mask=both)
-                    pl.store(m.inbox + slot * p.H + cols, row, peer, world, mask=both)
+                i = start + tl.arange(0, p.ROWS)[:, None]
+                some = g * p.CHUNK + i < count
+                tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
+                inbox = m.inbox + tl.cast(chunk * p.CHUNK + i, tl.int64) * p.H
+                cols = tl.arange(0, p.COLS)[None, :]
+                for col in tl.range(0, p.H, p.COLS, num_stages=p.STAGES):
+                    both = some & (col + cols < p.H)
+                    pl.store(inbox + col + cols, tl.load(tokens + col + cols, mask=both), peer, world, mask=both)
             pl.signal(m.ready + 1 + chunk, peer, world, value=launch, op="set")  # publish the chunk
 
 
@@ -125,45 +136,63 @@ def place(
             chunk = totals.chunk(half, g, source, rank, p, world)
             if source != rank:
                 pl.wait(m.ready + 1 + chunk, launch, world, cmp="eq")
+            order = m.order + rank * p.S + g * p.CHUNK
+            at = tl.arange(0, p.CHUNK)[:, None]
+            inside = g * p.CHUNK + at < count
+            there = chunk * p.CHUNK + at
+            meta = m.meta + tl.cast(there, tl.int64) * (2 * p.K + 2 + p.G)
+            if source == rank:
+                t = tl.load(order + at, mask=inside, other=0)
+                rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
+                slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + rank, mask=inside, other=0)
+                tl.store(meta + k, rows, mask=k < p.K)
+            else:
+                t = tl.load(meta + 2 * p.K, mask=inside, other=0)
+                rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
+                bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
+                slot = tl.load(meta + 2 * p.K + 1, mask=inside, other=0)
+            slot = tl.cast(tl.where(inside, slot, there), tl.int64)
+            tl.store(to.tokens + slot * p.K + k, rows, mask=k < p.K)
+            describe(rows, bits, source, t, to)
+            if p.SCALED:
+                scales.place(s_ptr, t, meta + 2 * p.K + 2, source == rank, inside, rows, to, p)
+            ptx.cta_barrier()  # every thread sees the numbers of the rows
             for start in range(0, p.CHUNK, p.ROWS):
-                at = start + tl.arange(0, p.ROWS)[:, None]
-                inside = g * p.CHUNK + at < count
-                slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
-                meta = m.meta + slot * (2 * p.K + 1 + p.G)
+                i = start + tl.arange(0, p.ROWS)[:, None]
+                some = g * p.CHUNK + i < count
+                place = tl.cast(chunk * p.CHUNK + i, tl.int64)
+                tokens = m.inbox + place * p.H
                 if source == rank:
-                    t = tl.load(m.order + rank * p.S + g * p.CHUNK + at, mask=inside, other=0)
-                    rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
-                    tokens = x_ptr + tl.cast(t, tl.int64) * p.H
-                else:
-                    t = tl.load(meta + 2 * p.K, mask=inside, other=0)
-                    rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
-                    bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
-                    tokens = m.inbox + slot * p.H
-                tl.store(to.tokens + slot * p.K + k, rows, mask=k < p.K)
-                into_rows(tokens, rows, bits, source, t, inside, to, p)
-                if p.SCALED:
-                    scales.place(s_ptr, t, meta + 2 * p.K + 1, source == rank, inside, rows, to, p)
-                if arrived is not None:
-                    arrivals.tell(tl.reshape(rows, (p.ROWS * p.K2,)), to, arrived, p, world)
+                    tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
+                numbers = tl.load(m.meta + place * (2 * p.K + 2 + p.G) + k, mask=some & (k < p.K), other=-1)
+                into_rows(tokens, numbers, some, to, p)
+            if arrived is not None:
+                arrivals.tell(rows, arrived, world)
 
 
 @triton.jit
-def into_rows(tokens, rows, bits, source, t, inside, to, p):
-    """Copy tokens t of rank `source` into their rows (ROWS, K2), -1 for none. tokens: (ROWS, 1) pointers to those that
-    are `inside`; bits: of the rows' weights."""
-    k = tl.arange(0, p.K2)[None, :]
+def describe(rows, bits, source, t, to):
+    """Store the weights, of which these are the bits, and the sources of rows (tokens, K2), -1 for none. The rows are
+    those of rank `source`'s tokens t."""
+    k = tl.arange(0, rows.shape[1])[None, :]
     there = rows >= 0
     tl.store(to.weights + rows, bits.to(tl.float32, bitcast=True), mask=there)
     tl.store(to.source + 3 * tl.cast(rows, tl.int64), source + tl.zeros_like(rows), mask=there)
     tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 1, t + tl.zeros_like(rows), mask=there)
     tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 2, k + tl.zeros_like(rows), mask=there)
-    for col in range(0, p.H, p.COLS):
-        cols = col + tl.arange(0, p.COLS)[None, :]
-        both = inside & (cols < p.H)
-        row = tl.load(tokens + cols, mask=both)
+
+
+@triton.jit
+def into_rows(tokens, rows, inside, to, p):
+    """Copy tokens into their rows (ROWS, K2), -1 for none. tokens: (ROWS, 1) pointers to those that are `inside`."""
+    k = tl.arange(0, p.K2)[None, :]
+    cols = tl.arange(0, p.COLS)[None, :]
+    for col in tl.range(0, p.H, p.COLS, num_stages=p.STAGES):
+        both = inside & (col + cols < p.H)
+        part = tl.load(tokens + col + cols, mask=both)
         for number in tl.static_range(p.K):
             target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
-            tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
+            tl.store(to.rows + tl.cast(target, tl.int64) * p.H + col + cols, part, mask=both & (target >= 0))
 
 
 @triton.jit
@@ -178,7 +207,7 @@ def fill(half, room, first, step, to, arrived, p, world):
             _clear(row, to, p)
             _nobodys(row + tl.arange(0, 1), row + 1, to)
             if arrived is not None:
-                arrivals.tell(row + tl.arange(0, 1), to, arrived, p, world)
+                arrivals.tell(row + tl.arange(0, 1), arrived, world)
     end = tl.load(to.offsets + p.OWN)
     for start in range(end + first * MANY, p.R, step * MANY):
         _nobodys(start + tl.arange(0, MANY), p.R, to)

@@ -13,7 +13,10 @@ from ..shared.flagged import MOST_RANKS
 SENDERS = 32
 """Programs of `push` that send, by default: so many fill the links, and the others memory."""
 IN_FLIGHT = 32768
-"""Bytes that a program moves at a time."""
+"""Bytes that a program has on their way."""
+COPIED, STAGES = 16384, 4
+"""Of push: bytes that a program copies at a time, and how many such copies are on their way at once. With 32 KiB and
+one copy, dispatch of 16,384 and 32,768 tokens takes 1 to 3 % longer on 2 and 4 H200 (`dispatch_matmul_tried.json`)."""
 BESIDE: dict[tuple[str, str], tuple[float, float]] = {
     ("dispatch", "push"): (45e-6, 5e-9), ("dispatch", "low_latency"): (10e-6, 130e-9),
     ("combine", "pull"): (30e-6, 12e-9), ("combine", "low_latency"): (9e-6, 75e-9),

@@ -119,8 +119,8 @@ def _odd_columns(call: Call) -> str:
     return f"{columns} columns of b, not a multiple of 16" if columns % 16 else ""
 
 
-# By all cases of benchmarks/results/fp8_products_2.json and fp8_products.json, of 2 and 4 x H200, in which a choice takes
-# 1.025 times as long as the fastest baseline at most.
+# By benchmarks/results/fp8_products_2.json and fp8_products.json, of 2 and 4 x H200: in no case does a choice take more
+# than 1.025 times as long as the fastest baseline.
 MULTIPLIED, MOVED, MOVING_BEGINS = 1.37e15, 330e9, 8e-6
 """FLOP a second of torch's product; bytes a second and least seconds of a collective."""
 LOSS = {False: 0.07, True: 0.056}

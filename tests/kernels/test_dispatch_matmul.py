@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -39,6 +40,39 @@ def test_blocks_of_own_tokens_and_of_others(T: int, own: int, alignment: int, sm
         assert there.counts.max() > 16
 
     on_ranks(2, run, sms=sms)
+
+
+@pytest.mark.parametrize(("T", "K", "own", "sms"), [(33, 3, 5, 4), (3, 2, 1, 1)])
+def test_tokens_leave_in_the_order_of_their_first_experts(
+    T: int, K: int, own: int, sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the rank that they go to; those with the same one in their own order. Dispatch sends them in their own."""
+    plans = importlib.import_module("pkt.kernels.dispatch.plans")
+    make, made = plans._buffers, {}
+
+    def kept(call: Any, *more: Any) -> Any:
+        made[call.world.rank] = make(call, *more)
+        return made[call.world.rank]
+
+    monkeypatch.setattr(plans, "_buffers", kept)
+
+    def run(world: Any) -> None:
+        rank, size = world.rank, world.size
+        x, w = random((T, 8), torch.float32, rank, 0), random((own, 8, 8), torch.float32, rank, 1)
+        idx, weights = routed("random", T, K, own * size, rank), random((T, K), torch.float32, rank, 2)
+        for sort in (True, False):
+            if sort:
+                pkt.dispatch_matmul(x, idx, weights, w, max_tokens=size * T * K, mode="push", tiles=TILE)
+            else:
+                pkt.dispatch(x, idx, weights, own * size, max_tokens=size * T * K, mode="push")
+            for target in range(size):
+                there = torch.where(idx // own == target, idx, own * size).min(1).values
+                leave = [t for t in range(T) if there[t] < own * size]
+                wanted = sorted(leave, key=lambda t: there[t]) if sort else leave
+                assert made[rank].order[target, : len(leave)].tolist() == wanted
+            world.barrier()
+
+    on_ranks(3, run, sms=sms)
 
 
 def test_ranks_without_room() -> None:

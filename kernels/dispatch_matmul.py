@@ -340,17 +340,21 @@ def check_weights(call: Call, w: torch.Tensor) -> None:
 
 def _backward(call: Recorded) -> Gradients:
     of_rows, of_weights, *_, grad = call.grads
+    grad, world = grad.contiguous(), call.world
+    promised = {"tokens_per_rank": call["tokens_per_rank"]}
     found: dict[str, Any] = {}
     if "w" in call.wanted:
-        found["w"] = grouped_outer(call["out"], grad.contiguous(), call["offsets"], world=call.world)
+        if any(call.turned("w")):
+            found["w"] = grouped_outer(grad, call["out"], call["offsets"], world=world).transpose(1, 2)
+        else:
+            found["w"] = grouped_outer(call["out"], grad, call["offsets"], world=world)
     if "x" in call.wanted:
-        back = call["w"].transpose(1, 2)
-        rows = grouped.grouped_matmul(grad.contiguous(), back, call["offsets"], clear=False, world=call.world)
-        found["x"] = call.operator("combine", rows + of_rows, routes(call))
+        rows = grouped.grouped_matmul(grad, call["w"].transpose(1, 2), call["offsets"], clear=False, world=world)
+        found["x"] = call.operator("combine", rows + of_rows, routes(call), **promised)
     if "topk_weights" in call.wanted:
         number = torch.arange(call["tokens"].shape[1], dtype=torch.int32, device=grad.device)
         spread = torch.where(call["source"][:, 2:] == number, of_weights[:, None], 0)
-        found["topk_weights"] = call.operator("combine", spread, routes(call))
+        found["topk_weights"] = call.operator("combine", spread, routes(call), **promised)
     return found
 
 

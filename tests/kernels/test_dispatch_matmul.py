@@ -10,6 +10,7 @@ import torch
 
 import pkt
 from pkt.kernels.dispatch import Dispatched
+from pkt.kernels.gradients import Recorded
 
 from .helpers import on_ranks, random
 from .test_dispatch import routed
@@ -84,3 +85,31 @@ def test_ranks_without_room() -> None:
         assert (product[int(there.offsets[-1]) :] == 0).all()
 
     on_ranks(3, run, sms=2)
+
+
+def test_a_weight_s_gradient_lies_as_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So autograd need not copy it. And what goes home in the backward pass keeps the promise of the forward pass."""
+    operator, promises = Recorded.operator, []
+
+    def told(call: Recorded, name: str, *tensors: Any, **keywords: Any) -> Any:
+        promises.append((name, keywords))
+        return operator(call, name, *tensors, **keywords)
+
+    monkeypatch.setattr(Recorded, "operator", told)
+
+    def run(world: Any) -> None:
+        x, w = random((3, 8), torch.float32, world.rank, 0), random((2, 8, 16), torch.float32, world.rank, 1)
+        idx, weights = routed("random", 3, 2, 4, world.rank), random((3, 2), torch.float32, world.rank, 2)
+        x.requires_grad_()
+        kept = []
+        for one in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
+            one.requires_grad_()
+            product = pkt.dispatch_matmul(x, idx, weights, one, max_tokens=12, clear=True, tokens_per_rank=3)[1]
+            of_x, of_w = torch.autograd.grad(product.square().sum(), (x, one))
+            assert of_w.stride() == one.stride()
+            kept.append((of_x, of_w))
+        for first, second in zip(*kept):
+            torch.testing.assert_close(first, second)
+
+    on_ranks(2, run)
+    assert promises == [("combine", {"tokens_per_rank": 3})] * 4

@@ -1,8 +1,8 @@
 """A layer of experts: tokens go to their experts' ranks, through two products with an activation between, and home.
 
-It is made of `dispatch`, `grouped_matmul`, `grouped_activation` and `combine`, each a call of its own. So its gradients
-are theirs, and it is no entry of the registry: it has no kernel, no form and no buffer to declare. Nothing here reads
-the rows after the last expert's, so nobody writes them.
+It is made of `dispatch` and `grouped_matmul`, or `dispatch_matmul`, and `grouped_activation`, `grouped_matmul` and
+`combine`, each a call of its own. So its gradients are theirs, and it is no entry of the registry: it has no kernel, no
+form and no buffer to declare. Nothing here reads the rows after the last expert's, so nobody writes them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
 
-from . import grouped_gradients
+from . import gradients, grouped_gradients
 from .agreement import world_of
 from .combine import combine
 from .dispatch import dispatch
+from .dispatch_matmul import dispatch_matmul
 from .grouped_activation import ACTIVATIONS as FUNCTIONS
 from .grouped_activation import grouped_activation
 from .grouped_matmul import grouped_matmul
@@ -84,10 +85,10 @@ def moe(
     DtypeError, Unsupported, CollectiveMismatch.
     """
     if grouped_gradients.is_traced(x, topk_idx, topk_weights, w1, w2):
-        size, rank, device = _place("" if world is None else world.name)
+        size, rank, device, nodes = _place("" if world is None else world.name)
     else:
         world = world_of("moe", world, x)
-        size, rank, device = world.size, world.rank, world.torch_device.type
+        size, rank, device, nodes = world.size, world.rank, world.torch_device.type, world.nodes
         if world.closed:
             raise Closed.used(rank, "moe")
     _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
@@ -95,15 +96,17 @@ def moe(
         tokens_per_rank = max(1, topk_idx.shape[0])
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())
-    there = dispatch(
-        x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, clear=False,
-        tokens_per_rank=tokens_per_rank, world=world,
-    )  # fmt: skip
-    if needed is not None:
-        needed.copy_(there.needed)
     # A rank's experts have as many rows as its tokens have experts, if tokens choose at random.
     expected = topk_idx.numel()
-    hidden = grouped_matmul(there.rows, w1, there.offsets, clear=False, expected=expected, world=world)
+    room: Any = {"max_tokens": max_tokens, "clear": False, "tokens_per_rank": tokens_per_rank, "world": world}
+    if nodes > 1 or (torch.is_grad_enabled() and gradients.required((x, topk_weights, w1))):
+        # Each for itself: the gradient of both together is a sum with that of the rows, which are used only here.
+        there = dispatch(x, topk_idx, topk_weights, size * w1.shape[0], **room)
+        hidden = grouped_matmul(there.rows, w1, there.offsets, clear=False, expected=expected, world=world)
+    else:
+        there, hidden = dispatch_matmul(x, topk_idx, topk_weights, w1, **room)
+    if needed is not None:
+        needed.copy_(there.needed)
     if activation != "none":
         hidden = grouped_activation(hidden, there.offsets, activation, clear=False, world=world)
     rows = grouped_matmul(hidden, w2, there.offsets, clear=False, expected=expected, world=world)
@@ -112,10 +115,10 @@ def moe(
 
 
 @torch.compiler.assume_constant_result
-def _place(name: str) -> tuple[int, int, str]:
-    """(size, rank, device) of the world of that name. The rank is for messages: ranks may share compiled code."""
+def _place(name: str) -> tuple[int, int, str, int]:
+    """(size, rank, device, nodes) of the world of that name. The rank is for messages: ranks share compiled code."""
     world = named_world(name)
-    return world.size, world.rank, world.torch_device.type
+    return world.size, world.rank, world.torch_device.type, world.nodes
 
 
 def _check(

@@ -40,7 +40,8 @@ def test_products_expect_the_rows_of_an_equal_share(monkeypatch: pytest.MonkeyPa
 
     def run(world: Any) -> None:
         every = layer(2, "random", (6,), 2, 3, 2 * F)
-        pkt.moe(*(ranks[world.rank] for ranks in every.values()))
+        x, *others = (ranks[world.rank] for ranks in every.values())
+        pkt.moe(x.requires_grad_(), *others)
 
     product = module.grouped_matmul
     monkeypatch.setattr(
@@ -48,6 +49,26 @@ def test_products_expect_the_rows_of_an_equal_share(monkeypatch: pytest.MonkeyPa
     )
     on_ranks(2, run)
     assert found == [(24, 12)] * 4
+
+
+@pytest.mark.parametrize(("grad", "node_size", "joined"), [(False, None, 2), (True, None, 0), (False, 1, 0)])
+def test_dispatch_and_the_first_product_are_one_call_without_gradients(
+    grad: bool, node_size: int | None, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, found = importlib.import_module("pkt.kernels.moe"), []
+    call = module.dispatch_matmul
+    monkeypatch.setattr(module, "dispatch_matmul", lambda *a, **b: found.append(b) or call(*a, **b))
+
+    def run(world: Any) -> torch.Tensor:
+        every = layer(2, "random", (6,), 2, 3, 2 * F)
+        mine = [ranks[world.rank].requires_grad_(name in LEAVES) for name, ranks in every.items()]
+        with torch.set_grad_enabled(grad):
+            out = pkt.moe(*mine)
+        exact = reference(world.rank, *([t.detach() for t in ranks] for ranks in every.values()))
+        torch.testing.assert_close(out.detach().double(), exact, rtol=1e-5, atol=1e-5)
+
+    pkt.launch(run, 2, device="cpu", node_size=node_size)
+    assert len(found) == joined
 
 
 LEAVES = ("x", "topk_weights", "w1", "w2")

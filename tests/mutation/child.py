@@ -24,7 +24,7 @@ def test(tree: str, tests: tuple[str, ...], output: str) -> None:
     # No compiled files: two versions of a file within a second look alike to Python.
     kept = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = os.pathsep.join([tree, *(path for path in kept if Path(path).resolve() != ROOT)])
-    os.environ |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "400"}
+    os.environ |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "800"}
     sys.dont_write_bytecode = True
     sys.path[:] = [tree, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:

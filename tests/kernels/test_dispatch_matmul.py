@@ -113,3 +113,12 @@ def test_a_weight_s_gradient_lies_as_the_weight(monkeypatch: pytest.MonkeyPatch)
 
     on_ranks(2, run)
     assert promises == [("combine", {"tokens_per_rank": 3})] * 4
+
+
+def test_a_tile_waits_for_all_its_rows_in_every_schedule() -> None:
+    """Its rows are in two blocks, of which the second may be whole first."""
+
+    def run(world: Any) -> None:
+        both(world, 10, 2, 40)
+
+    pkt.simulate(run, 2, 12, sms=3, progress=False).check()

@@ -119,6 +119,7 @@ class Machine:
         self._was_by_time = False
         self.current: Task | None = None
         self.random_of: Host | None = None  # the rank whose random state torch has now
+        self.left: modes.Modes | None = None  # the modes that the host code which ran last has left behind
         self.hub: Any = None
         self.thread = threading.get_ident()  # that all ranks run in
         from pkt.simulate.device import SimulatedDevice  # here, because importing pkt should load little
@@ -214,7 +215,7 @@ class Machine:
         launch, guard = task.launch, None
         if launch is None:
             self._take_random(host)
-            guard = modes.Guard(self.stream.watched(host))
+            guard = modes.Guard(self.stream.watched(host), self.left)
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
@@ -228,7 +229,7 @@ class Machine:
         finally:
             self.current = None
             if guard is not None:
-                host.modes = guard.leave()
+                host.modes = self.left = guard.leave()
         if task.greenlet.dead:
             self.progress += 1
             if launch is not None:
@@ -322,7 +323,7 @@ class Machine:
         self.stream.close()
         for host in self.hosts:
             del host.modes  # with its watch, which refers to the host
-        self.device = self.stream = self.hub = self.random_of = None
+        self.device = self.stream = self.hub = self.random_of = self.left = None
         for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals, self.far):
             tasks.clear()
         self.waiting.clear()

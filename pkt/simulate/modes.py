@@ -28,6 +28,9 @@ class Modes(NamedTuple):
     keys: tuple[Any, Any] | None = None  # dispatch keys included and excluded; None: as the others of these modes say
 
 
+_LASTING = slice(Modes._fields.index("autocast_dtype"), Modes._fields.index("functions"))
+"""The modes that `Guard.leave` leaves as they are. Whether autocast is on is a dispatch key, which it restores."""
+
 def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any, Any], ...] = ()) -> Modes:
     """The current modes, and the function modes and hooks that the caller has found."""
     return Modes(
@@ -51,10 +54,12 @@ def inherited(without: TorchFunctionMode) -> Modes:
     return modes()._replace(functions=functions, hooks=hooks)
 
 
-def enter(wanted: Modes) -> None:
-    """Set the modes, except inference, which only a guard can change."""
+def enter(wanted: Modes, now: Modes | None = None) -> None:
+    """Set the modes, except inference, which only a guard can change. now: as for `Guard`."""
     torch._C._set_grad_enabled(wanted.grad)
     torch.set_autocast_enabled("cpu", wanted.autocast)
+    if now is not None and wanted[_LASTING] == now[_LASTING]:
+        return
     torch.set_autocast_dtype("cpu", wanted.autocast_dtype)
     if torch.get_default_dtype() != wanted.dtype:  # a change takes ten times as long as a look
         torch.set_default_dtype(wanted.dtype)
@@ -68,10 +73,11 @@ class Guard:
 
     __slots__ = ("_before", "_forced", "_guard", "_hooks", "_outer")
 
-    def __init__(self, wanted: Modes) -> None:
+    def __init__(self, wanted: Modes, now: Modes | None = None) -> None:
+        """now: what the last `leave` in this thread returned, if there was one."""
         self._guard = torch._C._InferenceMode(wanted.inference)  # torch.inference_mode without its decorator
         self._guard.__enter__()
-        enter(wanted)
+        enter(wanted, now)
         self._outer = torch._C._len_torch_function_stack()
         for mode in wanted.functions:
             _push_mode(mode)
@@ -89,8 +95,10 @@ class Guard:
             self._forced.__exit__(None, None, None)
         hooks = _taken_hooks()
         _put_hooks(self._hooks)
-        functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack() - self._outer)]
-        found = modes(tuple(reversed(functions)), hooks)
+        functions: tuple[TorchFunctionMode, ...] = ()
+        for _ in range(torch._C._len_torch_function_stack() - self._outer):
+            functions = (_pop_mode(), *functions)
+        found = modes(functions, hooks)
         self._guard.__exit__(None, None, None)
         return found if keys == self._before else found._replace(keys=keys)
 
@@ -101,11 +109,11 @@ def _keys() -> tuple[Any, Any]:
 
 def _taken_hooks() -> tuple[tuple[Any, Any], ...]:
     """All hooks of saved tensors, outermost first, which are then gone."""
-    found = []
+    found: tuple[tuple[Any, Any], ...] = ()
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-        found.append(hooks)
+        found = (hooks, *found)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    return tuple(reversed(found))
+    return found
 
 
 def _put_hooks(hooks: tuple[tuple[Any, Any], ...]) -> None:

@@ -17,6 +17,7 @@ from pkt.simulate import cost
 from pkt.simulate.bad_address import bad_address, check_counters, check_near
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector, Sync
+from pkt.simulate.faults import Site
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.loops import Loop, Slice, digest
 from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped, overlapping
@@ -52,6 +53,7 @@ class Accesses:
         first = addresses.item(0)
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
+        at = site() if self.m.races else None  # here, where fewer frames lie in between
         before_read = self._before_poll if volatile else self._before_read
         for access, _ in parts:
             if access.region.kind == "signals":
@@ -59,12 +61,12 @@ class Accesses:
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)
-            before_read(access, "load")
+            before_read(access, "load", at=at)
             out = access.view(dtype).copy()
         else:
             flat = np.zeros(addresses.size, dtype)
             for access, where in parts:
-                before_read(access, "load")
+                before_read(access, "load", at=at)
                 flat[where] = access.read(dtype)
             out = flat.reshape(addresses.shape)
         if self.m.current.looking:
@@ -73,8 +75,9 @@ class Accesses:
 
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
         self._step(addresses.item(0))
+        at = site() if self.m.races else None
         for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
-            self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False)
+            self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False, at=at)
 
     def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
         self._step(tile.address)
@@ -253,12 +256,12 @@ class Accesses:
 
     # stores
 
-    def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool) -> None:
+    def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool, at: Site | None = None) -> None:
         m, task = self.m, self.m.current
         self._own_stores(access)
         if task.fenced:
             self._commit_buffered(task)
-        self.detector.write(access, kind, is_async)
+        self.detector.write(access, kind, is_async, at)
         self._charge(access)
         if not m.schedule.late_stores or access.region.kind == "local":
             Pending(access, values, is_async).commit()
@@ -268,16 +271,16 @@ class Accesses:
             m.with_stores.append(task)
         task.pending.append(Pending(access, np.array(values), is_async))
 
-    def _before_read(self, access: Access, kind: str, is_async: bool = False) -> None:
+    def _before_read(self, access: Access, kind: str, is_async: bool = False, at: Site | None = None) -> None:
         self._own_stores(access)
         self._charge(access)
-        self.detector.read(access, kind, is_async)
+        self.detector.read(access, kind, is_async, at)
 
-    def _before_poll(self, access: Access, kind: str) -> None:
+    def _before_poll(self, access: Access, kind: str, at: Site | None = None) -> None:
         """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
         self._charge(access)
-        self.detector.look(access, "volatile load")
+        self.detector.look(access, "volatile load", at)
         words = words_of(access)
         access.region.waited.update(words)
         self.detector.read_relaxed(words, "system")

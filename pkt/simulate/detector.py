@@ -144,7 +144,7 @@ class Detector:
 
     # -- accesses ---------------------------------------------------------------------------------------------------
 
-    def read(self, access: Access, kind: str, is_async: bool = False) -> None:
+    def read(self, access: Access, kind: str, is_async: bool = False, at: Site | None = None) -> None:
         """Check and record a read of the current program, by TMA if `is_async`."""
         m, task = self.m, self.m.current
         region = access.region
@@ -160,7 +160,7 @@ class Detector:
         self._check(kind, access, touched, clock, shadow, _WRITER if counts else _CHANGES)
         stamp = task.clock.item(task.column) << 32 | task.column << 16
         shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
-        self.authors[stamp, region.base, "reader"] = (kind, task, site())
+        self.authors[stamp, region.base, "reader"] = (kind, task, at or site())
 
     def look(self, access: Access, kind: str, at: Site | None = None) -> None:
         """Check and record an atomic read of the current program: a wait, a test or a volatile load. It races with

@@ -31,6 +31,7 @@ class Modes(NamedTuple):
 _LASTING = slice(Modes._fields.index("autocast_dtype"), Modes._fields.index("functions"))
 """The modes that `Guard.leave` leaves as they are. Whether autocast is on is a dispatch key, which it restores."""
 
+
 def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any, Any], ...] = ()) -> Modes:
     """The current modes, and the function modes and hooks that the caller has found."""
     return Modes(

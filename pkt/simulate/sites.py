@@ -20,12 +20,16 @@ _BELOW = (_HERE, _RUNTIME, *(os.path.dirname(os.path.abspath(str(module.__file__
 _USER, _PKT, _MACHINERY = range(3)
 
 
-@functools.cache
-def _kind(file: str) -> int:
-    path = os.path.abspath(file)
-    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith(_BELOW) else _USER
+class _Kinds(dict[str, int]):
+    """The kind of each file whose code has run: a look-up for each frame, so not a function."""
+
+    def __missing__(self, file: str) -> int:
+        path = os.path.abspath(file)
+        self[file] = kind = _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith(_BELOW) else _USER
+        return kind
 
 
+_kinds = _Kinds()
 _known = functools.lru_cache(maxsize=4096)(Site)  # a look-up takes a tenth of the time of making one
 
 
@@ -34,18 +38,19 @@ def _outward(frame: Any) -> Site:
     pkt.language inside that frame."""
     call = ""
     while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
+        code = frame.f_code
+        kind = _kinds[code.co_filename]
         if kind == _USER:
-            return _known(frame.f_code.co_filename, frame.f_lineno, call)
+            return _known(code.co_filename, frame.f_lineno, call)
         if kind == _PKT:
-            call = frame.f_code.co_name
+            call = code.co_name
         frame = frame.f_back
     return _known("?", 0, call)
 
 
 def site() -> Site:
-    """The site of the program that runs now."""
-    return _outward(sys._getframe(1))
+    """The site of the program that runs now. Called by pkt.simulate."""
+    return _outward(sys._getframe(2))
 
 
 def of_task(trace: Any, switch: Any) -> Any:
@@ -53,21 +58,21 @@ def of_task(trace: Any, switch: Any) -> Any:
     to which the frames of all errors are the same."""
     while trace is not None and trace.tb_frame.f_code is not switch:
         trace = trace.tb_next
-    while trace is not None and _kind(trace.tb_frame.f_code.co_filename) == _MACHINERY:
+    while trace is not None and _kinds[trace.tb_frame.f_code.co_filename] == _MACHINERY:
         trace = trace.tb_next
     return trace
 
 
 def in_user_code() -> bool:
     """Whether user code called the function that asks."""
-    return _kind(sys._getframe(2).f_code.co_filename) == _USER
+    return _kinds[sys._getframe(2).f_code.co_filename] == _USER
 
 
 def unused() -> bool:
     """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if _kind(frame.f_code.co_filename) != _MACHINERY:
+        if _kinds[frame.f_code.co_filename] != _MACHINERY:
             following = _following(frame.f_code, frame.f_lasti)
             if following != "RETURN_VALUE":
                 return following == "POP_TOP"

@@ -25,7 +25,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("writes are not held against reads", '            self._check(kind, access, touched, clock, shadow, _READER)\n        if not updates', "        if not updates"),
         ("writes are not held against atomics", "_WRITER if updates else _CHANGES", "_WRITER"),
         ("a report names the author of another role",
-         'self.authors[stamp, region.base, "reader"] = (kind, task, site())',
+         'self.authors[stamp, region.base, "reader"] = (kind, task, at or site())',
          'self.authors[stamp, region.base, "reader"] = ("store", task, site())'),
     ),
     *of(SIMULATE + "detector.py", "tests/simulate/test_races.py",

@@ -285,7 +285,9 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
     if task is None or task.launch is None:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
-    return interpret(self)(*args, **named)
+    known = interpret.functions.get(id(self))  # as `interpret(self)`, without a call more
+    function = known[1] if known is not None else interpret(self)
+    return function(*args, **named)
 
 
 def _of_aggregate(self: JITFunction, owner: Any, _: type | None = None) -> Any:

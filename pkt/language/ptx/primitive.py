@@ -32,10 +32,10 @@ def primitive(fn: Callable) -> Callable:
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         if _semantic is None:
             _semantic = interpreter.interpreter_semantic
-        args = tuple(map(plain, args))
+        values = [x.value if isinstance(x, core.constexpr) else x for x in args]  # `plain`, without a call for each
         if kwargs:
             kwargs = {k: plain(v) for k, v in kwargs.items()}
-        return fn(*args, **kwargs, _semantic=_semantic)
+        return fn(*values, **kwargs, _semantic=_semantic)
 
     setattr(call, core.TRITON_BUILTIN, True)
     return call
@@ -44,11 +44,13 @@ def primitive(fn: Callable) -> Callable:
 def simulated(fn: Callable) -> Callable:
     """A primitive whose calls go to the simulated device's method of the same name in the simulator."""
 
+    name = fn.__name__
+
     @functools.wraps(fn)
     def call(*args: Any, _semantic: Any, **kwargs: Any) -> Any:
         machine = simulator(_semantic)
         if machine is not None:
-            return getattr(machine, fn.__name__)(*args, **kwargs)
+            return getattr(machine, name)(*args, **kwargs)
         return fn(*args, **kwargs, _semantic=_semantic)
 
     return primitive(call)

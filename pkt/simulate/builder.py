@@ -259,12 +259,13 @@ class Builder(InterpreterBuilder):
 
     def _load(self, ptrs, mask, other, volatile):
         ty = ptrs.get_element_ty()
-        dtype = np_dtype(ty)
-        m = _mask(mask, ptrs.data.shape)
-        values = self.pkt.load(ptrs.data, m, dtype, bool(volatile))
-        if m is not None and other is not None:
-            values = np.where(m, values, other.data)
-        return handle(values, ty)
+        return handle(self.loaded(ptrs.data, np_dtype(ty), mask, other, bool(volatile)), ty)
+
+    def loaded(self, addresses, dtype, mask, other=None, volatile=False):
+        """The elements at `addresses`, and where the mask is false those of `other`. mask, other: handles, or None."""
+        m = _mask(mask, addresses.shape)
+        values = self.pkt.load(addresses, m, dtype, volatile)
+        return values if m is None or other is None else np.where(m, values, other.data)
 
     def create_store(self, ptr, val, *policy):
         self._store(ptr, val, None)
@@ -273,9 +274,11 @@ class Builder(InterpreterBuilder):
         self._store(ptrs, value, mask)
 
     def _store(self, ptrs, value, mask):
-        dtype = np_dtype(ptrs.get_element_ty())
-        values = _like(value.data.astype(dtype, copy=False), ptrs.data.shape)
-        self.pkt.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
+        self.stored(ptrs.data, value.data.astype(np_dtype(ptrs.get_element_ty()), copy=False), mask)
+
+    def stored(self, addresses, data, mask):
+        """Store the array `data` at `addresses`. mask: a handle, or None."""
+        self.pkt.store(addresses, _mask(mask, addresses.shape), _like(data, addresses.shape))
 
     def create_addptr(self, ptr, offset):
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)

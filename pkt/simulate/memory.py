@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pkt.simulate.rows import found_rows, ramp, rows
+from pkt.simulate.rows import KEPT, SMALL, found_rows, ramp
 
 OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
@@ -54,22 +54,36 @@ class Region:
         return f"{self.name}[{', '.join(str(int(i)) for i in np.unravel_index(index, self.shape))}]"
 
 
-class Strided:
-    """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of one region, the last axis contiguous."""
+class Place:
+    """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of a region, the last axis contiguous."""
 
-    __slots__ = ("region", "offset", "shape", "strides", "itemsize", "_end", "_count")
+    __slots__ = ("offset", "shape", "strides", "itemsize", "end", "count", "touched")
 
-    def __init__(self, region: Region, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
-        self.region, self.offset = region, offset
-        self.shape, self.strides, self.itemsize = shape, strides, itemsize
+    def __init__(self, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
+        self.offset, self.shape, self.strides, self.itemsize = offset, shape, strides, itemsize
         end, count = offset + itemsize, 1
         for n, s in zip(shape, strides):
             end += (n - 1) * s
             count *= n
-        self._end, self._count = end, count
+        self.end, self.count = end, count
+        self.touched: Any = None  # the race detector's
+
+    def key(self) -> tuple:
+        """Equal for places of the same bytes."""
+        return self.offset, self.shape, self.strides, self.itemsize
+
+
+class Strided:
+    """The elements at a place of one region."""
+
+    __slots__ = ("region", "place", "itemsize")
+
+    def __init__(self, region: Region, place: Place) -> None:
+        self.region, self.place, self.itemsize = region, place, place.itemsize
 
     def view(self, dtype: np.dtype) -> np.ndarray:
-        return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
+        place = self.place
+        return np.ndarray(place.shape, dtype, self.region.memory, place.offset, place.strides)
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         """The elements, flat; of one row a view."""
@@ -80,24 +94,21 @@ class Strided:
 
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, as offsets in the region."""
-        return self.offset, self._end
+        return self.place.offset, self.place.end
 
     def count(self) -> int:
-        return self._count
-
-    def place(self) -> tuple:
-        """Equal for accesses to the same bytes of their regions."""
-        return self.offset, self.shape, self.strides, self.itemsize
+        return self.place.count
 
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
-        return (ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
+        place = self.place
+        return (ramp(place.shape, place.strides).astype(np.int64) + place.offset).reshape(-1)
 
     def nbytes(self) -> int:
-        return self._count * self.itemsize
+        return self.place.count * self.itemsize
 
     def first(self) -> int:
-        return self.region.base + self.offset
+        return self.region.base + self.place.offset
 
 
 class Scattered:
@@ -129,7 +140,7 @@ class Scattered:
     def count(self) -> int:
         return len(self.offsets)
 
-    def place(self) -> tuple:
+    def key(self) -> tuple:
         """Equal for accesses to the same bytes of their regions."""
         return self.offsets.tobytes(), self.itemsize
 
@@ -181,6 +192,18 @@ def overlapping(stores: list[Pending], access: Access) -> list[Pending]:
 
 
 _NO_VALUES, _NO_BYTES = np.empty(0), np.empty(0, np.uint8)
+
+
+_places: dict[tuple[int, int], tuple[np.ndarray, int, Place]] = {}  # by id of the addresses, and size of an element
+
+
+def _keep(addresses: np.ndarray, access: Strided) -> None:
+    """Keep the place of a few constant addresses: every schedule makes the same accesses again."""
+    if addresses.flags.writeable or addresses.size > SMALL:
+        return
+    if len(_places) >= KEPT:
+        _places.clear()
+    _places[id(addresses), access.itemsize] = addresses, access.first(), access.place
 
 
 class Unmapped(Exception):
@@ -288,16 +311,26 @@ class AddressSpace:
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
         for the whole block, else a slice of it or indices, flat."""
+        if mask is None:
+            known = _places.get((id(addresses), itemsize))
+            if known is not None:
+                _, first, place = known
+                region = self.find(first)
+                if first - region.base == place.offset and place.end <= region.nbytes:
+                    return [(Strided(region, place), ...)]
         if addresses.size == 1 and (mask is None or mask.all()):
             address = addresses.item(0)
             region = self.find(address)
             if address + itemsize > region.end:
                 raise Unmapped(address + itemsize - 1)
             shape = addresses.shape
-            return [(Strided(region, address - region.base, shape, (itemsize,) * len(shape), itemsize), ...)]
+            scalar = Strided(region, Place(address - region.base, shape, (itemsize,) * len(shape), itemsize))
+            _keep(addresses, scalar)
+            return [(scalar, ...)]
         if mask is None:
-            regular = self._strided(addresses, rows(addresses, itemsize), itemsize)
+            regular = self._strided(addresses, found_rows(addresses, itemsize), itemsize)
             if regular is not None:
+                _keep(addresses, regular)
                 return [(regular, ...)]
             chosen, flat = None, addresses.reshape(-1)
         else:
@@ -336,7 +369,7 @@ class AddressSpace:
             return None
         first, strides = found
         region = self.find(first)
-        access = Strided(region, first - region.base, addresses.shape, strides, itemsize)
+        access = Strided(region, Place(first - region.base, addresses.shape, strides, itemsize))
         return access if access.span()[1] <= region.nbytes else None  # then `resolve` finds the first element outside
 
     def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
@@ -344,7 +377,7 @@ class AddressSpace:
         if not all(shape):
             return None
         region = self.find(address)
-        access = Strided(region, address - region.base, shape, strides, itemsize)
+        access = Strided(region, Place(address - region.base, shape, strides, itemsize))
         if access.span()[1] > region.nbytes:
             raise Unmapped(region.end)
         return access

@@ -213,13 +213,14 @@ class Touched:
             self.one = offset // GRANULE
             self.bytes = ((1 << access.itemsize) - 1) << offset % GRANULE & FULL
         elif isinstance(access, Strided):
-            row = access.shape[-1] * access.itemsize
-            if (access.offset | row) % GRANULE or any(s % GRANULE for s in access.strides[:-1]):
+            place = access.place
+            row = place.shape[-1] * place.itemsize
+            if (place.offset | row) % GRANULE or any(s % GRANULE for s in place.strides[:-1]):
                 self._scatter(access.byte_offsets(), access.itemsize)
             else:
-                shape = (*access.shape[:-1], row // GRANULE)
-                strides = (*(s // 2 for s in access.strides[:-1]), 8)
-                self.view = (shape, access.offset // 2, strides)
+                shape = (*place.shape[:-1], row // GRANULE)
+                strides = (*(s // 2 for s in place.strides[:-1]), 8)
+                self.view = (shape, place.offset // 2, strides)
         else:
             self._scatter(access.offsets, access.itemsize)
 
@@ -267,9 +268,15 @@ _kept: dict[tuple, Touched] = {}
 
 def touched_by(access: Access) -> Touched:
     """`Touched(access)`. Those of few elements are kept: every schedule makes the same accesses again."""
-    if access.count() > SMALL:
-        return Touched(access)
-    key = access.place()
+    if isinstance(access, Strided):
+        place = access.place
+        if place.touched is None:
+            place.touched = _touched_by(access, place.key()) if place.count <= SMALL else Touched(access)
+        return place.touched
+    return _touched_by(access, access.key()) if access.count() <= SMALL else Touched(access)
+
+
+def _touched_by(access: Access, key: tuple) -> Touched:
     known = _kept.get(key)
     if known is None:
         if len(_kept) >= KEPT:

@@ -45,19 +45,3 @@ def found_rows(addresses: np.ndarray, itemsize: int) -> tuple[int, tuple] | None
     if (addresses - np.uint64(first)).tobytes() != _ramp_bytes(shape, key):  # faster than an array of bools
         return None
     return first, key
-
-
-_known: dict[tuple[int, int], tuple[np.ndarray, tuple[int, tuple] | None]] = {}  # by id of the addresses
-
-
-def rows(addresses: np.ndarray, itemsize: int) -> tuple[int, tuple] | None:
-    """`found_rows`. That of a few constant addresses is kept: every schedule makes the same accesses again."""
-    if addresses.flags.writeable or addresses.size > SMALL:
-        return found_rows(addresses, itemsize)
-    key = id(addresses), itemsize
-    known = _known.get(key)
-    if known is None:
-        if len(_known) >= KEPT:
-            _known.clear()
-        known = _known[key] = addresses, found_rows(addresses, itemsize)
-    return known[1]

@@ -15,6 +15,7 @@ from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
+from pkt.simulate.builder import np_dtype
 from pkt.simulate.constants import SCALAR, constant, follows, integer, integers, new_tensor
 from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.numerics import decode, encode, to_half
@@ -364,7 +365,8 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
     scopes = {None: "gpu", "gpu": "gpu", "sys": "system", "cta": "cta"}
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
-        sem, scope = (v.value if type(v) is core.constexpr else v for v in (sem, scope))
+        sem = sem.value if type(sem) is core.constexpr else sem
+        scope = scope.value if type(scope) is core.constexpr else scope
         plain = type(pointer) is tl.tensor and not pointer.shape and pointer.dtype.element_ty.name in INTEGERS
         if mask is None and plain and sem in sems and scope in scopes:
             ty = pointer.dtype.element_ty
@@ -382,16 +384,17 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
 
 def _matches(ptr: Any, mask: Any) -> bool:
     """Whether the pointers have a plain element type, and the mask, if any, has their shape."""
-    if type(ptr) is not tl.tensor or type(ptr.dtype) is not tl.pointer_type or ptr.dtype.element_ty.is_block():
+    ty = ptr.dtype if type(ptr) is tl.tensor else None
+    if type(ty) is not tl.pointer_type or type(ty.element_ty) is not tl.dtype or ty.element_ty.name == "int1":
         return False
-    if ptr.dtype.element_ty.name == "int1" or ptr.type.is_const():
+    if ty.const and ptr.type.is_const():
         return False
     return mask is None or (type(mask) is tl.tensor and mask.dtype.name == "int1" and mask.shape is ptr.shape)
 
 
 def load(slow: Callable, builder: Any) -> Callable:
     def call(pointer: Any, mask: Any = None, other: Any = None, *args: Any, **named: Any) -> Any:
-        if args or named or not _matches(pointer, mask) or type(other) not in (type(None), int, float):
+        if args or named or not _matches(pointer, mask) or not (other is None or type(other) in (int, float)):
             return slow(pointer, mask, other, *args, **named)
         ty = pointer.dtype.element_ty
         fill = None
@@ -399,8 +402,8 @@ def load(slow: Callable, builder: Any) -> Callable:
             fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
             if ty.is_int():
                 return slow(pointer, mask, other)
-        handle = builder._load(pointer.handle, None if mask is None else mask.handle, fill, False)
-        return new_tensor(handle.data, ty, pointer.shape is SCALAR)
+        data = builder.loaded(pointer.handle.data, np_dtype(ty), None if mask is None else mask.handle, fill)
+        return new_tensor(data, ty, pointer.shape is SCALAR)
 
     return call
 
@@ -411,7 +414,8 @@ def store(slow: Callable, builder: Any) -> Callable:
             return slow(pointer, value, mask, *args, **named)
         if value.dtype.name != pointer.dtype.element_ty.name or value.shape is not pointer.shape:
             return slow(pointer, value, mask)
-        return builder._store(pointer.handle, value.handle, None if mask is None else mask.handle)
+        data = value.handle.data.astype(np_dtype(value.dtype), copy=False)
+        return builder.stored(pointer.handle.data, data, None if mask is None else mask.handle)
 
     return call
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
-from pkt.simulate.memory import Strided, Unmapped
+from pkt.simulate.memory import Place, Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.tasks import Host
 
@@ -167,7 +167,7 @@ class Stream:
         if not axes or axes[-1][1] != itemsize:
             axes.append((1, itemsize))
         shape, strides = zip(*axes)
-        return Strided(region, address - region.base, shape, strides, itemsize)
+        return Strided(region, Place(address - region.base, shape, strides, itemsize))
 
     def _shared(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunctionSubclass():

@@ -15,7 +15,7 @@ import pkt.language as pl
 from pkt.errors import UseAfterFree
 from pkt.simulate.explore import simulate
 from pkt.simulate.findings import DataRace, OutOfBounds
-from pkt.simulate.memory import Pending, Region, Scattered, Strided, overlapping
+from pkt.simulate.memory import Pending, Place, Region, Scattered, Strided, overlapping
 from pkt.simulate.schedule import Schedule
 from tests.simulate.helpers import assert_right, line_of, outcome
 from tests.simulate.test_races import send_main
@@ -147,11 +147,11 @@ def test_only_the_part_before_the_signal_is_ordered() -> None:
 @pytest.mark.parametrize(("low", "overlaps"), [(0, False), (4, False), (5, True), (8, True), (15, True), (16, False)])
 def test_a_pending_store_overlaps_what_it_touches(low: int, overlaps: bool) -> None:
     region = Region(0, 64, np.zeros(64, np.uint8), 0, "x", "data", 1, (64,))
-    pending = Pending(Strided(region, 8, (2,), (4,), 4), np.zeros(2, np.int32), False)
-    assert overlapping([pending], Strided(region, low, (1,), (4,), 4)) == [pending] * overlaps
+    pending = Pending(Strided(region, Place(8, (2,), (4,), 4)), np.zeros(2, np.int32), False)
+    assert overlapping([pending], Strided(region, Place(low, (1,), (4,), 4))) == [pending] * overlaps
     assert overlapping([pending], Scattered(region, np.array([low]), 4)) == [pending] * overlaps
     other = Region(64, 64, np.zeros(64, np.uint8), 0, "y", "data", 1, (64,))
-    assert not overlapping([pending], Strided(other, low, (1,), (4,), 4))
+    assert not overlapping([pending], Strided(other, Place(low, (1,), (4,), 4)))
 
 
 @triton.jit

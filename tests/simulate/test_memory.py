@@ -459,7 +459,7 @@ def test_accesses_are_strided_where_they_can_be() -> None:
     ((access, where),) = space.resolve(tile, None, 4)
     assert isinstance(access, Strided)
     assert where is ...
-    assert access.strides == (256, 4)
+    assert access.place.strides == (256, 4)
     both = np.concatenate([tile, tile + np.uint64(space.stride)])
     parts = space.resolve(both, None, 4)
     assert [type(p) for p, _ in parts] == [Scattered, Scattered]
@@ -477,7 +477,7 @@ def test_a_run_of_a_masked_row_is_strided() -> None:
     places = np.arange(32)
     ((access, where),) = space.resolve(row, (places >= 2) & (places < 9), 4)
     assert isinstance(access, Strided)
-    assert (access.offset, access.shape, places[where].tolist()) == (8, (7,), [*range(2, 9)])
+    assert (access.place.offset, access.place.shape, places[where].tolist()) == (8, (7,), [*range(2, 9)])
     for chosen in ([2, 4, 5], [1]):
         ((access, where),) = space.resolve(row, np.isin(places, chosen), 4)
         assert access.byte_offsets().tolist() == [4 * at for at in chosen]

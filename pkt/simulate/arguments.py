@@ -60,10 +60,12 @@ def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: 
     """Make the launch's local tensors addressable; return their base addresses, to be dropped after the launch."""
     bases = []
     for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
-        storage = tensor.untyped_storage()
-        base, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes == 0 or space.owner(base) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+        base = storage.data_ptr()
+        if space.owner(base) is not None or storage.nbytes() == 0:
             continue
+        nbytes = storage.nbytes()
         if tensor.device.type != "cpu":
             raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # keeps the storage alive

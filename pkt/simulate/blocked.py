@@ -23,10 +23,11 @@ class Blocked:
     def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site, bits: int = 32):
         self.task, self.region, self.address = task, region, address
         self.want, self.cmp, self.at, self.bits = want, cmp, at, bits
+        self._offset = address - region.base
 
     def found(self) -> int:
-        offset = self.address - self.region.base
-        return int.from_bytes(self.region.memory[offset : offset + self.bits // 8].tobytes(), "little", signed=True)
+        at = self._offset
+        return int.from_bytes(self.region.memory[at : at + self.bits // 8].tobytes(), "little", signed=True)
 
     def holds(self) -> bool:
         found = self.found()

@@ -35,7 +35,7 @@ class SimulatedDevice(Flagged, Multimem, Far):
         self._step()
         bits = ptr.dtype.element_ty.primitive_bitwidth
         address, wanted = scalar(ptr), signed(scalar(want), bits)
-        parts = self._resolve(np.array([address], np.uint64), None, bits // 8, "wait")
+        parts = self._resolve(ptr.handle.data, None, bits // 8, "wait")
         if at.call in COUNTING:
             check_kind(m, parts, "wait", at)
         access = parts[0][0]
@@ -48,11 +48,13 @@ class SimulatedDevice(Flagged, Multimem, Far):
         self._own_stores(access)
         self.detector.look(access, "wait", at)
         start = task.time
-        stale = blocked.holds() and cmp != "flip"
+        holds = blocked.holds()
+        stale = holds and cmp != "flip"
         if change != "remove":
-            while not blocked.holds():
+            while not holds:
                 m.waiting.setdefault(address, []).append(task)
                 m.block(blocked)
+                holds = blocked.holds()
             sync = self.detector.sync.get(address)
             if sync is not None:
                 task.time = max(task.time, sync.time)

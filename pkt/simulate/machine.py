@@ -240,8 +240,8 @@ class Machine:
         last = self.random_of
         if last is not host:
             if last is not None:
-                last.random = torch.get_rng_state()
-            torch.set_rng_state(host.random)
+                last.random = torch.default_generator.get_state()
+            torch.default_generator.set_state(host.random)
             self.random_of = host
 
     def _finish(self, task: Task, launch: Launch) -> None:

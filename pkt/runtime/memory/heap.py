@@ -230,10 +230,9 @@ class SymmetricHeap:
         block = allocation.block
         if block.kind != "signals":
             return None
-        words = self.words_of(allocation).cpu()
+        words = self.words_of(allocation).cpu().numpy()  # whose operations on a few words are quicker than torch's
         first, last = SIGNAL_HEADER // 4, (block.nbytes - SIGNAL_GUARD) // 4
-        guards = torch.cat([words[2:first], words[last:]])
-        if bool((guards == GUARD_WORD).all()):
+        if (words[2:first] == GUARD_WORD).all() and (words[last:] == GUARD_WORD).all():
             return None
         bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != GUARD_WORD]
         count, word = block.shape[0], bad[0]

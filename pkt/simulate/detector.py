@@ -154,12 +154,13 @@ class Detector:
         if is_async:
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
-        clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
+        mine = m.clocks.fit(task.clock)
+        clock = m.clocks.fit(task.tma_clock) if is_async else mine
         # Host code reads counters after its launches, whose waits have seen the signals.
         counts = task.is_host and region.kind == "signals"
         self._check(kind, access, touched, clock, shadow, _WRITER if counts else _CHANGES)
-        stamp = task.clock.item(task.column) << 32 | task.column << 16
-        shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
+        stamp = mine.item(task.column) << 32 | task.column << 16
+        shadow.reader.record(touched, stamp, mine)
         self.authors[stamp, region.base, "reader"] = (kind, task, at or site())
 
     def look(self, access: Access, kind: str, at: Site | None = None) -> None:
@@ -240,7 +241,8 @@ class Detector:
     ) -> None:
         """Report the first earlier access of each role that is not ordered before this access."""
         for role in roles:
-            hit = getattr(shadow, role).unordered(touched, clock)
+            last = getattr(shadow, role)
+            hit = None if last.empty else last.unordered(touched, clock)
             if hit is not None:
                 position, stamp = hit
                 self._report(kind, access, touched.offset(position), stamp, role)

@@ -79,8 +79,6 @@ class Last:
 
     def unordered(self, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
         """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
-        if self.empty:
-            return None
         if touched.one >= 0:
             return self._late(self.array.item(touched.one), touched.bytes, clock)
         states = touched.get(self.array)
@@ -204,7 +202,7 @@ class Touched:
 
     def __init__(self, access: Access) -> None:
         self.few: list[int] = []  # the masks of a few granules: a loop over those is faster than numpy
-        self.one = -1  # the only granule; or else a view, or an array of granules
+        self.one = -1  # the only granule; or else a view of several axes, or a slice or an array of granules
         self.view: Any = None
         self.index: Any = None
         self.bytes: Any = FULL
@@ -217,6 +215,8 @@ class Touched:
             row = place.shape[-1] * place.itemsize
             if (place.offset | row) % GRANULE or any(s % GRANULE for s in place.strides[:-1]):
                 self._scatter(access.byte_offsets(), access.itemsize)
+            elif len(place.shape) == 1:
+                self.index = slice(place.offset // GRANULE, (place.offset + row) // GRANULE)
             else:
                 shape = (*place.shape[:-1], row // GRANULE)
                 strides = (*(s // 2 for s in place.strides[:-1]), 8)
@@ -257,7 +257,8 @@ class Touched:
         if self.one >= 0:
             return self.one * GRANULE
         if self.view is None:
-            return int(self.index[position]) * GRANULE
+            chosen = self.index
+            return (chosen.start + position if isinstance(chosen, slice) else int(chosen[position])) * GRANULE
         shape, offset, strides = self.view
         where = np.unravel_index(position, shape)
         return (offset + sum(int(i) * s for i, s in zip(where, strides))) * 2

@@ -40,6 +40,7 @@ _INSTEAD = "use the functions of pkt.language or tl"
 _BITS = (ir.ATOMIC_OP.AND, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # of floats, too
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN, *_BITS)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
+_UNSIGNED_OF = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes
 
 
 class Tile:
@@ -316,12 +317,17 @@ class Builder(InterpreterBuilder):
         return handle(old, ty)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
-        """It compares bits: -0.0 is not 0.0, and a NaN may be found."""
-        dtype = np.dtype(f"u{val.data.itemsize}")
-        expected, values = (_like(h.data, ptr.data.shape).reshape(-1).view(dtype) for h in (cmp, val))
-        update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
-        old = self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope), expected=expected)
-        return handle(old.view(val.data.dtype), val.dtype)
+        return handle(self.swapped(ptr.data, cmp.data, val.data, *_order(sem, scope)), val.dtype)
+
+    def swapped(self, addresses, cmp, val, sem, scope):
+        """The old elements of a compare-and-swap. It compares bits: -0.0 is not 0.0, and a NaN may be found."""
+        dtype = _UNSIGNED_OF[val.itemsize]
+        expected, values = (_like(data, addresses.shape).reshape(-1).view(dtype) for data in (cmp, val))
+        if addresses.size == 1:  # without numpy's `where`
+            update = lambda now, where: values if now[0] == expected[0] else now  # noqa: E731
+        else:
+            update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
+        return self.pkt.atomic(addresses, None, dtype, update, sem, scope, expected=expected).view(val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())

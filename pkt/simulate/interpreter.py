@@ -190,6 +190,8 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
         return shortcuts.getitem(slow)
     if name in shortcuts.ATOMICS and owner in (tl, core):
         return shortcuts.atomic(name, slow, builder)
+    if name == "atomic_cas" and owner in (tl, core):
+        return shortcuts.atomic_cas(slow, builder)
     if name in shortcuts.PURE:
         return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else slow)
     if name in ("cast", "to"):

@@ -358,28 +358,63 @@ def _number(x: Any) -> int | None:
     return x.handle.data.item() if type(x) is tl.tensor and x.shape is SCALAR and x.dtype.name in INTEGERS else None
 
 
+_SEMS = {None: "acquire_release", "acq_rel": "acquire_release"} | {s: s for s in ("relaxed", "acquire", "release")}
+_SCOPES = {None: "gpu", "gpu": "gpu", "sys": "system", "cta": "cta"}
+
+
+def _updated(pointer: Any, sem: Any, scope: Any) -> tl.dtype | None:
+    """The type of the integer that one pointer leads to, where an atomic has this `sem` and `scope`; else None."""
+    if type(pointer) is not tl.tensor or pointer.shape or sem not in _SEMS or scope not in _SCOPES:
+        return None
+    ty = pointer.dtype.element_ty
+    return ty if ty.name in INTEGERS else None
+
+
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:
     """`tl.atomic_add` and the like on one integer."""
     op = _ATOMIC[name]
-    sems = {None: "acquire_release", "acq_rel": "acquire_release"} | {s: s for s in ("relaxed", "acquire", "release")}
-    scopes = {None: "gpu", "gpu": "gpu", "sys": "system", "cta": "cta"}
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         sem = sem.value if type(sem) is core.constexpr else sem
         scope = scope.value if type(scope) is core.constexpr else scope
-        plain = type(pointer) is tl.tensor and not pointer.shape and pointer.dtype.element_ty.name in INTEGERS
-        if mask is None and plain and sem in sems and scope in scopes:
-            ty = pointer.dtype.element_ty
+        ty = _updated(pointer, sem, scope)
+        if mask is None and ty is not None:
             if type(val) is int:
                 val = integer(val, ty)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 addresses, new = pointer.handle.data, val.handle.data.reshape(-1)
                 change = lambda now, where: op(now, new[where])  # noqa: E731
-                old = builder.pkt.atomic(addresses, None, new.dtype, change, sems[sem], scopes[scope])
+                old = builder.pkt.atomic(addresses, None, new.dtype, change, _SEMS[sem], _SCOPES[scope])
                 return new_tensor(old, ty, True)
         return slow(pointer, val, mask, sem, scope)
 
     return call
+
+
+def atomic_cas(slow: Callable, builder: Any) -> Callable:
+    """`tl.atomic_cas` on one integer."""
+
+    def call(pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Any:
+        sem = sem.value if type(sem) is core.constexpr else sem
+        scope = scope.value if type(scope) is core.constexpr else scope
+        ty = _updated(pointer, sem, scope)
+        if ty is not None:
+            expected, new = _scalar_of(cmp, ty), _scalar_of(val, ty)
+            if expected is not None and new is not None:
+                old = builder.swapped(pointer.handle.data, expected, new, _SEMS[sem], _SCOPES[scope])
+                return new_tensor(old, ty, True)
+        return slow(pointer, cmp, val, sem, scope)
+
+    return call
+
+
+def _scalar_of(value: Any, ty: tl.dtype) -> np.ndarray | None:
+    """The array of a scalar that has type `ty` in `tl`; None for any other value."""
+    if type(value) is core.constexpr:
+        value = value.value
+    if type(value) is int and ty.name == "int32" and _RANGE["int32"][0] <= value < _RANGE["int32"][1]:
+        value = integer(value, ty)
+    return value.handle.data if type(value) is tl.tensor and value.dtype.name == ty.name and not value.shape else None
 
 
 def _matches(ptr: Any, mask: Any) -> bool:

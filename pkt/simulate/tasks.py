@@ -76,7 +76,10 @@ class Task:
     @property
     def spins(self) -> Loop | None:
         """A loop that the program cannot leave, unless another one changes memory; or None."""
-        return next((loop for loop in self.loops.values() if loop.spins), None) if self.loops else None
+        for loop in self.loops.values():
+            if loop.spins:
+                return loop
+        return None
 
 
 def events(task: Task) -> list[Event]:

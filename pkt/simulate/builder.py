@@ -264,7 +264,7 @@ class Builder(InterpreterBuilder):
 
     def loaded(self, addresses, dtype, mask, other=None, volatile=False):
         """The elements at `addresses`, and where the mask is false those of `other`. mask, other: handles, or None."""
-        m = _mask(mask, addresses.shape)
+        m = selected(mask, addresses.shape)
         values = self.pkt.load(addresses, m, dtype, volatile)
         return values if m is None or other is None else np.where(m, values, other.data)
 
@@ -279,7 +279,7 @@ class Builder(InterpreterBuilder):
 
     def stored(self, addresses, data, mask):
         """Store the array `data` at `addresses`. mask: a handle, or None."""
-        self.pkt.store(addresses, _mask(mask, addresses.shape), _like(data, addresses.shape))
+        self.pkt.store(addresses, selected(mask, addresses.shape), _like(data, addresses.shape))
 
     def create_addptr(self, ptr, offset):
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
@@ -313,7 +313,7 @@ class Builder(InterpreterBuilder):
             op = lambda old, new: inner(old.view(view), new.view(view)).view(dtype)  # noqa: E731
         update = _rounded(op, ty)
         change = lambda now, where: update(now, values[where])  # noqa: E731
-        old = self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, change, *_order(sem, scope))
+        old = self.pkt.atomic(ptr.data, selected(mask, ptr.data.shape), dtype, change, *_order(sem, scope))
         return handle(old, ty)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
@@ -332,13 +332,13 @@ class Builder(InterpreterBuilder):
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())
         same = lambda now, where: now  # noqa: E731
-        old = self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
+        old = self.pkt.atomic(ptr.data, selected(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
         return handle(old, ptr.get_element_ty())
 
     def create_atomic_store(self, ptr, val, mask, sem, scope):  # Triton 3.9
         values = _like(val.data, ptr.data.shape).reshape(-1)
         new = lambda now, where: values[where]  # noqa: E731
-        self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
+        self.pkt.atomic(ptr.data, selected(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
 
     def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope):  # Triton 3.9
         matched = np.zeros(ptr.data.shape, np.bool_)
@@ -379,7 +379,7 @@ def _like(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return data if data.shape == shape else np.broadcast_to(data, shape)
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+def selected(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     if mask is None:
         return None
     data = mask.data if isinstance(mask, TensorHandle) else np.asarray(mask)

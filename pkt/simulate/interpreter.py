@@ -193,7 +193,7 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     if name == "atomic_cas" and owner in (tl, core):
         return shortcuts.atomic_cas(slow, builder)
     if name in shortcuts.PURE:
-        return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else slow)
+        return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else shortcuts.extreme(name, slow))
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
     if name in ("arange", "full", "join", "split"):

@@ -15,7 +15,7 @@ from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
-from pkt.simulate.builder import np_dtype
+from pkt.simulate.builder import np_dtype, selected
 from pkt.simulate.constants import SCALAR, constant, follows, integer, integers, new_tensor
 from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.numerics import decode, encode, to_half
@@ -181,6 +181,22 @@ def where(slow: Callable) -> Callable:
                 chosen = condition if kind is bool else condition.handle.data
                 return new_tensor(np.where(chosen, left, right), typed.dtype, not ranks)
         return slow(condition, x, y)
+
+    return call
+
+
+def extreme(name: str, slow: Callable) -> Callable:
+    """`tl.minimum` and `tl.maximum` of integers of one type, and of numbers."""
+    op = getattr(np, name)
+
+    def call(x: Any, y: Any, *args: Any, **named: Any) -> Any:
+        typed = x if type(x) is tl.tensor else y
+        if type(typed) is tl.tensor and typed.dtype.name in INTEGERS and not args and not named:
+            left, right = _operand(x, typed.dtype), _operand(y, typed.dtype)
+            ranks = {len(v.handle.data.shape) for v in (x, y) if type(v) is tl.tensor and v.shape is not SCALAR}
+            if left is not None and right is not None and len(ranks) < 2:
+                return new_tensor(op(left, right), typed.dtype, not ranks)
+        return slow(x, y, *args, **named)
 
     return call
 
@@ -378,13 +394,15 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
         sem = sem.value if type(sem) is core.constexpr else sem
         scope = scope.value if type(scope) is core.constexpr else scope
         ty = _updated(pointer, sem, scope)
-        if mask is None and ty is not None:
+        plain = mask is None or (type(mask) is tl.tensor and mask.dtype.name == "int1" and mask.shape is SCALAR)
+        if plain and ty is not None:
             if type(val) is int:
                 val = integer(val, ty)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 addresses, new = pointer.handle.data, val.handle.data.reshape(-1)
                 change = lambda now, where: op(now, new[where])  # noqa: E731
-                old = builder.pkt.atomic(addresses, None, new.dtype, change, _SEMS[sem], _SCOPES[scope])
+                chosen = None if mask is None else selected(mask.handle, addresses.shape)
+                old = builder.pkt.atomic(addresses, chosen, new.dtype, change, _SEMS[sem], _SCOPES[scope])
                 return new_tensor(old, ty, True)
         return slow(pointer, val, mask, sem, scope)
 
@@ -419,7 +437,7 @@ def _scalar_of(value: Any, ty: tl.dtype) -> np.ndarray | None:
 
 def _matches(ptr: Any, mask: Any) -> bool:
     """Whether the pointers have a plain element type, and the mask, if any, has their shape."""
-    ty = ptr.dtype if type(ptr) is tl.tensor else None
+    ty: Any = ptr.dtype if type(ptr) is tl.tensor else None
     if type(ty) is not tl.pointer_type or type(ty.element_ty) is not tl.dtype or ty.element_ty.name == "int1":
         return False
     if ty.const and ptr.type.is_const():
@@ -433,10 +451,14 @@ def load(slow: Callable, builder: Any) -> Callable:
             return slow(pointer, mask, other, *args, **named)
         ty = pointer.dtype.element_ty
         fill = None
-        if other:  # without it masked elements are zero anyway
-            fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
+        if other and ty.name in _RANGE:  # without it masked elements are zero anyway
+            if type(other) is not int or not _RANGE[ty.name][0] <= other < _RANGE[ty.name][1]:
+                return slow(pointer, mask, other)
+            fill = integer(other, ty).handle
+        elif other:
             if ty.is_int():
                 return slow(pointer, mask, other)
+            fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
         data = builder.loaded(pointer.handle.data, np_dtype(ty), None if mask is None else mask.handle, fill)
         return new_tensor(data, ty, pointer.shape is SCALAR)
 

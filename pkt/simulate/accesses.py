@@ -89,7 +89,7 @@ class Accesses:
             if tile.shape == tile.box:
                 return access.view(tile.dtype).copy()
         ty = tile.element
-        empty = encode(np.array(fill), ty) if ty in BITS else np.array(fill).astype(tile.dtype)
+        empty = encode(np.array(fill), ty) if ty.name in BITS else np.array(fill).astype(tile.dtype)
         out = np.full(tile.box, empty, tile.dtype)
         if access is not None:
             out[tile.inside] = access.view(tile.dtype)

@@ -110,13 +110,13 @@ class Builder(InterpreterBuilder):
 
     def binary_op(self, lhs, rhs, op):
         ty = lhs.dtype.scalar
-        if ty in BITS:
+        if ty.name in BITS:
             out = op(decode(lhs.data, ty), decode(rhs.data, ty))
             return handle(out, tl.int1) if out.dtype == np.bool_ else handle(encode(out, ty), ty)
-        if ty == tl.int1 and op in (np.add, np.subtract, np.multiply):  # one bit wraps; numpy's bool saturates
+        if ty.name == "int1" and op in (np.add, np.subtract, np.multiply):  # one bit wraps; numpy's bool saturates
             return handle((op(lhs.data.astype(np.int8), rhs.data.astype(np.int8)) & 1).astype(np.bool_), ty)
         out = super().binary_op(lhs, rhs, op)
-        if out.data.dtype == np.bool_ and ty != tl.int1:
+        if out.data.dtype == np.bool_ and ty.name != "int1":
             return handle(out.data, tl.int1)
         if ty.is_floating() and out.data.dtype != lhs.data.dtype:
             return handle(out.data.astype(lhs.data.dtype), ty)
@@ -124,7 +124,7 @@ class Builder(InterpreterBuilder):
 
     def unary_op(self, arg, op):
         ty = arg.dtype.scalar
-        if ty in BITS:
+        if ty.name in BITS:
             return handle(encode(op(decode(arg.data, ty)), ty), ty)
         return super().unary_op(arg, op)
 
@@ -134,7 +134,7 @@ class Builder(InterpreterBuilder):
             return super().create_fma(x, y, z)
         wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
         out = numerics.fma(*np.broadcast_arrays(*wide))
-        return handle(encode(out, ty) if ty in BITS else out.astype(z.data.dtype), ty)
+        return handle(encode(out, ty) if ty.name in BITS else out.astype(z.data.dtype), ty)
 
     def create_umulhi(self, lhs, rhs):
         dtype, bits = lhs.data.dtype, lhs.data.itemsize * 8
@@ -193,10 +193,10 @@ class Builder(InterpreterBuilder):
         have, want = src.dtype.scalar, dst_type.scalar
         if "fp8e4b15" in (have.name, want.name):
             raise Unsupported.simulated("a conversion of float8e4b15", str(site()), "use float8e4nv or float8e5")
-        if want in BITS:
+        if want.name in BITS:
             return handle(encode(decode(src.data, have), want, toward_zero), want)
         values = decode(src.data, have)
-        if want == tl.float16 and values.dtype == np.float32:
+        if want.name == "fp16" and values.dtype == np.float32:
             return handle(to_half(values, toward_zero), want)
         dtype = np_dtype(want)
         if values.dtype.kind == "f" and dtype.kind in "iu":
@@ -219,7 +219,7 @@ class Builder(InterpreterBuilder):
         self.pkt.computed(2.0 * product.size * a.data.shape[-1])
         product += decode(d.data, d.dtype.scalar)
         ty = d.dtype.scalar
-        return handle(encode(product, ty) if ty in BITS else product.astype(d.data.dtype, copy=False), ty)
+        return handle(encode(product, ty) if ty.name in BITS else product.astype(d.data.dtype, copy=False), ty)
 
     def create_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast, a_k_pack, b_k_pack, acc):
         x = self._operand(a, a_format, -1 if a_k_pack else -2)
@@ -394,6 +394,6 @@ def _order(sem: Any, scope: Any) -> tuple[str, str]:
 
 def _rounded(op: Any, ty: tl.dtype) -> Any:
     """`op` on stored bits of format `ty`, with the rounding of the hardware's reduction."""
-    if ty not in BITS:
+    if ty.name not in BITS:
         return op
     return lambda old, new: encode(op(decode(old, ty), decode(new, ty)), ty)

@@ -43,7 +43,7 @@ class Multimem(Atomics):
             wide = decode(values, ty)
             wide = wide.astype(np.float32) if dtype == np.float16 else wide
             total = wide if total is None else combine(total, wide)
-        out = (encode(total, ty) if ty in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
+        out = (encode(total, ty) if ty.name in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
         if self.m.current.looking:
             self._saw(None, out)
         return new_tensor(out, ty, not ptr.shape)
@@ -64,7 +64,7 @@ class Multimem(Atomics):
 
         def update(now: np.ndarray, where: Any) -> np.ndarray:
             total = np.add(decode(now, ty), decode(data[where], ty))
-            return encode(total, ty) if ty in BITS else total
+            return encode(total, ty) if ty.name in BITS else total
 
         for addresses in self._copies(ptr):
             self.atomic(addresses, mask_of(mask, ptr), np_dtype(ty), update, "relaxed", "system")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
-BITS = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float8e5: np.uint8}
+# Formats by name: Triton's comparison of types costs as much as an operation on a block.
+BITS = {"bf16": np.uint16, "fp8e4nv": np.uint8, "fp8e5": np.uint8}
 
 
 def _fp8_values(mantissa_bits: int, bias: int, largest: int) -> np.ndarray:
@@ -31,34 +32,34 @@ def _decode_table(magnitude: np.ndarray, infinity: int | None) -> np.ndarray:
     return np.concatenate([half, -half])
 
 
-_MAGNITUDE = {tl.float8e4nv: _fp8_values(3, 7, 0x7E), tl.float8e5: _fp8_values(2, 15, 0x7B)}
+_MAGNITUDE = {"fp8e4nv": _fp8_values(3, 7, 0x7E), "fp8e5": _fp8_values(2, 15, 0x7B)}
 _MIDPOINT = {ty: (m[1:] + m[:-1]) / 2 for ty, m in _MAGNITUDE.items()}
 _DECODE = {
-    tl.float8e4nv: _decode_table(_MAGNITUDE[tl.float8e4nv], None),
-    tl.float8e5: _decode_table(_MAGNITUDE[tl.float8e5], 0x7C),
+    "fp8e4nv": _decode_table(_MAGNITUDE["fp8e4nv"], None),
+    "fp8e5": _decode_table(_MAGNITUDE["fp8e5"], 0x7C),
 }
 _NAN = 0x7F  # in both fp8 formats
 
 
 def decode(bits: np.ndarray, ty: tl.dtype) -> np.ndarray:
     """float32 values of raw `bits` of format `ty`; the values of any other format are returned unchanged."""
-    if ty == tl.bfloat16:
+    if ty.name == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    table = _DECODE.get(ty)
+    table = _DECODE.get(ty.name)
     return bits if table is None else table[bits]
 
 
 def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.ndarray:
     """Raw bits of format `ty` for real `values`, rounded to nearest even, or truncated if `toward_zero`."""
-    x = _to_odd(np.asarray(values)) if ty == tl.bfloat16 else np.asarray(values, dtype=np.float32)
-    if ty == tl.bfloat16:
+    x = _to_odd(np.asarray(values)) if ty.name == "bf16" else np.asarray(values, dtype=np.float32)
+    if ty.name == "bf16":
         u = x.view(np.uint32)
         if not toward_zero:
             u = u + (((u >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
         out = (u >> np.uint32(16)).astype(np.uint16)
         nan = np.isnan(x)
         return np.where(nan, np.uint16(0x7FFF), out) if nan.any() else out
-    magnitude, midpoint = _MAGNITUDE[ty], _MIDPOINT[ty]
+    magnitude, midpoint = _MAGNITUDE[ty.name], _MIDPOINT[ty.name]
     size = np.abs(x)
     if toward_zero:
         code = np.searchsorted(magnitude, size, side="right") - 1
@@ -176,7 +177,7 @@ def to_tf32(values: np.ndarray) -> np.ndarray:
 
 def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool) -> np.ndarray:
     """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums."""
-    if a.dtype.kind in "iu" and a_ty not in BITS:
+    if a.dtype.kind in "iu" and a_ty.name not in BITS:
         # float64 is exact below 2^53, and numpy has no fast integer product.
         return _product(a.astype(np.float64), b.astype(np.float64)).astype(np.int32)
     x, y = decode(a, a_ty), decode(b, b_ty)

@@ -28,7 +28,7 @@ def _along(array: np.ndarray, axis: int, where: slice) -> np.ndarray:
 
 def _numpy_op(combine_fn: Any, data: np.ndarray, ty: tl.dtype) -> Any:
     """The numpy function that combines `data` as `combine_fn` does, or None."""
-    if ty in BITS:
+    if ty.name in BITS:
         return None
     # By identity: a JITFunction cannot be hashed while `tl` is patched.
     standard = tl.standard

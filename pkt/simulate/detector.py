@@ -264,7 +264,7 @@ class Detector:
         """Report each earlier unordered update if the scope of either update leaves the other program out."""
         task, base = self.m.current, access.region.base
         states = touched.get(updaters.array)
-        for state in np.unique(states).tolist():
+        for state in sorted(set(states.reshape(-1).tolist())):  # a few are faster so than by numpy
             for entry in updaters.stamps(state):
                 stamp = entry & ~FULL
                 if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:

@@ -6,6 +6,7 @@ messages stay Triton's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -310,6 +311,22 @@ def join(slow: Callable) -> Callable:
             together = np.concatenate if a.shape is SCALAR else np.stack
             return new_tensor(together([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
         return slow(a, b)
+
+    return call
+
+
+def reshape(slow: Callable) -> Callable:
+    """`tl.reshape` to a shape that `tl` has accepted before."""
+    accepted: set[tuple[int, ...]] = set()
+
+    def call(input: Any, *shape: Any, **named: Any) -> Any:
+        sizes = integers(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list, core.tuple)) else shape)
+        if sizes in accepted and not named and type(input) is tl.tensor and input.numel.value == math.prod(sizes):
+            return new_tensor(input.handle.data.reshape(sizes), input.dtype, False)
+        made = slow(input, *shape, **named)
+        if sizes:
+            accepted.add(sizes)
+        return made
 
     return call
 

@@ -70,9 +70,15 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.host.waits:
-            self.stream.accessed(getattr(func, "__name__", ""), args, kwargs)
-        return func(*args, **kwargs)
+        if self.host.waits:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        self.stream.accessed(name, args, kwargs)
+        self.stream.told = self.host.rank, name, (*args, *kwargs.values())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.stream.told = None
 
 
 class Stream:
@@ -81,6 +87,8 @@ class Stream:
     def __init__(self, machine: Any) -> None:
         self.m = machine
         self._watches = [_Watch(self, host) for host in machine.hosts]
+        self.told: tuple[int, str, tuple] | None = None
+        """The rank, name and arguments of a torch function that a watch has told of; a symmetric tensor tells again."""
 
     def close(self) -> None:
         """The watches refer to this stream."""
@@ -119,8 +127,12 @@ class Stream:
         task = m.current
         if task is None or not task.is_host or m.hosts[task.rank].waits or not accesses(name, args):
             return
+        told, self.told = self.told, None
+        values = (*args, *kwargs.values())
+        if told is not None and told[:2] == (task.rank, name) and list(map(id, told[2])) == list(map(id, values)):
+            return
         host = m.hosts[task.rank]
-        tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if self._shared(tensor)]
+        tensors = [tensor for tensor in tensors_in(values) if self._shared(tensor)]
         if not tensors:
             return
         with torch._C.DisableTorchFunctionSubclass():

@@ -37,9 +37,24 @@ class _Format(str):
         return str(self)
 
 
+_LIMITS = {"int32": 1 << 31, "int64": 1 << 63}
+
+
 class _Semantic(TritonSemantic):
     def _has_native_tma(self) -> bool:
         return True  # Triton's own would ask the GPU driver
+
+    def scalar_constant(self, value, dtype):
+        """As Triton's, but an integer is a constant that is kept."""
+        limit = _LIMITS.get(dtype.name, 0) if type(value) is int else 0
+        return integer(value, dtype) if -limit <= value < limit else super().scalar_constant(value, dtype)
+
+    def _convert_elem_to_ir_value(self, elem, require_i64):
+        """As Triton's, which makes an array for each offset of a descriptor's box."""
+        value = elem.value if type(elem) is core.constexpr else elem
+        if type(value) is int and not require_i64 and -(1 << 31) <= value < 1 << 31:
+            return integer(value, tl.int32).handle
+        return super()._convert_elem_to_ir_value(elem, require_i64)
 
     def dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *rest):
         formats = (_Format(f.value if isinstance(f, core.constexpr) else f) for f in (lhs_format, rhs_format))

@@ -194,16 +194,18 @@ def overlapping(stores: list[Pending], access: Access) -> list[Pending]:
 _NO_VALUES, _NO_BYTES = np.empty(0), np.empty(0, np.uint8)
 
 
-_places: dict[tuple[int, int], tuple[np.ndarray, int, Place]] = {}  # by id of the addresses, and size of an element
+# By id of the addresses, id of the mask, and size of an element: these two, the first address, the place, and the part
+# of the block that lies there.
+_places: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, int, Place, Any]] = {}
 
 
-def _keep(addresses: np.ndarray, access: Strided) -> None:
+def _keep(addresses: np.ndarray, mask: np.ndarray | None, access: Strided, where: Any) -> None:
     """Keep the place of a few constant addresses: every schedule makes the same accesses again."""
-    if addresses.flags.writeable or addresses.size > SMALL:
+    if addresses.flags.writeable or addresses.size > SMALL or (mask is not None and mask.flags.writeable):
         return
     if len(_places) >= KEPT:
         _places.clear()
-    _places[id(addresses), access.itemsize] = addresses, access.first(), access.place
+    _places[id(addresses), id(mask), access.itemsize] = addresses, mask, access.first(), access.place, where
 
 
 class Unmapped(Exception):
@@ -311,13 +313,12 @@ class AddressSpace:
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
         for the whole block, else a slice of it or indices, flat."""
-        if mask is None:
-            known = _places.get((id(addresses), itemsize))
-            if known is not None:
-                _, first, place = known
-                region = self.find(first)
-                if first - region.base == place.offset and place.end <= region.nbytes:
-                    return [(Strided(region, place), ...)]
+        known = _places.get((id(addresses), id(mask), itemsize))
+        if known is not None:
+            _, _, first, place, where = known
+            region = self.find(first)
+            if first - region.base == place.offset and place.end <= region.nbytes:
+                return [(Strided(region, place), where)]
         if addresses.size == 1 and (mask is None or mask.all()):
             address = addresses.item(0)
             region = self.find(address)
@@ -325,12 +326,12 @@ class AddressSpace:
                 raise Unmapped(address + itemsize - 1)
             shape = addresses.shape
             scalar = Strided(region, Place(address - region.base, shape, (itemsize,) * len(shape), itemsize))
-            _keep(addresses, scalar)
+            _keep(addresses, mask, scalar, ...)
             return [(scalar, ...)]
         if mask is None:
             regular = self._strided(addresses, found_rows(addresses, itemsize), itemsize)
             if regular is not None:
-                _keep(addresses, regular)
+                _keep(addresses, mask, regular, ...)
                 return [(regular, ...)]
             chosen, flat = None, addresses.reshape(-1)
         else:
@@ -341,6 +342,7 @@ class AddressSpace:
                     part = addresses[run]
                     regular = self._strided(part, found_rows(part, itemsize), itemsize)
                     if regular is not None:
+                        _keep(addresses, mask, regular, run)
                         return [(regular, run)]
             flat = addresses.reshape(-1)[chosen]
         accesses: list[tuple[Access, Any]] = []

@@ -2,9 +2,7 @@
 
     python -m benchmarks.figures      draws all of them anew
 
-Each picture has the digest of its data in its metadata, by which tests/test_pictures.py knows that it is not older. Its
-width suits a column of a paper. Colours are those of the timeline: Okabe and Ito's, which colour-blind people can tell
-apart; each series has a marker of its own, too.
+Each picture has the digest of its data in its metadata, by which tests/test_pictures.py knows that it is not older.
 """
 
 from __future__ import annotations
@@ -12,21 +10,19 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import _zoo_report
+from benchmarks._bars import BARS
 from benchmarks._case import LINK
-from benchmarks._report import DEFAULT, operation, title
+from benchmarks._report import DEFAULT, operation
+from benchmarks._style import BASE, LINES, OTHER, PKT, SMALL, TORCH, Record, Series, canvas, dots, named, plain
 from pkt.trace import COLOURS, FAINT, INK
 
-Record = dict[str, Any]
-WIDTH, DPI = 5.6, 300  # inches and dots an inch: 1,680 pixels
-SMALL, TEXT, HEAD = 7.0, 8.0, 10.5  # points
 KEY = "pkt-data"  # of the digest in the metadata
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 OVERVIEW = "overview"
@@ -35,38 +31,31 @@ MOST = 4.0  # times as fast as NCCL: the end of the axis
 LIMIT = f"limit: the longer of cuBLAS's product alone and the bytes that leave a GPU at {LINK / 1e9:.0f} GB/s"
 
 
-class Series(NamedTuple):
-    """The look of one series: of a variant, or of the fastest of several."""
-
-    colour: str
-    marker: str
-    size: float
-
-
-PKT = Series(COLOURS["compute"], "o", 6.0)
-BASE = Series(COLOURS["communicate"], "s", 4.5)
-TORCH = Series("#009E73", "D", 4.5)
-OTHER = Series("#CC79A7", "^", 4.5)
-LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A828C")
-
-
 # ----------------------------------------------------------------------------------------------------------- the files
 def pictures(folder: Path) -> dict[Path, list[Path]]:
-    """Each picture of a folder of results, and the data that it is drawn from. A run without a baseline has none."""
+    """Each picture of a folder of results, and the data that it is drawn from. A run without a baseline has none, and
+    a run on one GPU."""
     found: dict[Path, list[Path]] = {}
     for path in sorted(folder.glob("*.json")):
-        draws = DRAWS.get(re.sub(r"_\d+$", "", path.stem))
-        if draws and any(case_has_baseline(row) for row in json.loads(path.read_text()).get("measured", [{}])):
-            found[path.with_suffix(".png")] = [path]
+        if name_of(path.stem) in DRAWS:
+            record = json.loads(path.read_text())
+            alone = len(record.get("host", {}).get("gpus", [])) == 1
+            if not alone and any(case_has_baseline(row) for row in record.get("measured", [{}])):
+                found[path.with_suffix(".png")] = [path]
     both = [folder / f"{name}{ranks}.json" for ranks in ("_2", "") for name in PRODUCTS]
     if all(path.exists() for path in both):
         found[folder / f"{OVERVIEW}.png"] = both
     return found
 
 
+def name_of(stem: str) -> str:
+    """The benchmark of a results file, which may end in a number of ranks."""
+    return re.sub(r"_\d+$", "", stem)
+
+
 def case_has_baseline(row: Mapping[str, Any]) -> bool:
     """True for a row of a benchmark that has no variants."""
-    return row.get("variant", NCCL).startswith("NCCL")
+    return "NCCL" in row.get("variant", NCCL)
 
 
 def digest(data: Iterable[Path]) -> str:
@@ -84,7 +73,7 @@ def drawn_from(picture: Path) -> str:
 def draw(picture: Path, data: Sequence[Path]) -> None:
     """Draw one picture of `pictures`. Needs matplotlib."""
     records = [json.loads(path.read_text()) for path in data]
-    figure = overview(records) if picture.stem == OVERVIEW else DRAWS[records[0]["benchmark"]](records[0])
+    figure = overview(records) if picture.stem == OVERVIEW else DRAWS[name_of(records[0]["benchmark"])](records[0])
     figure.savefig(picture, metadata={KEY: digest(data), "Software": None})
 
 
@@ -93,83 +82,6 @@ def draw_if_possible(data: Path) -> None:
     picture = data.with_suffix(".png")
     if picture in pictures(data.parent) and importlib.util.find_spec("matplotlib"):
         draw(picture, [data])
-
-
-# ----------------------------------------------------------------------------------------------------------- the style
-def canvas(
-    head: str, records: Sequence[Record], inches: float, foot: str, key: Mapping[str, Series] = {}, on: str = ""
-) -> Any:
-    """A figure with its title, what it was measured on, a key of its series, and a line at its foot. on: in place of
-    what it was measured on."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    figure = Figure(figsize=(WIDTH, inches), dpi=DPI, facecolor="white")
-    on = on or "; ".join(dict.fromkeys(f"{title(r)}, commit {r['commit'][:7]}" for r in records))
-    top = (0.47 + 0.24 * bool(key) + 0.16 * on.count(";")) / inches
-    figure.set_layout_engine("constrained", rect=(0, 0.2 / inches, 1, 1 - top - 0.2 / inches), h_pad=0.05, w_pad=0.05)
-    figure.text(0.012, 1 - 0.06 / inches, head, va="top", fontsize=HEAD, fontweight="bold", color=INK)
-    figure.text(0.012, 1 - 0.27 / inches, on.replace("; ", "\n"), va="top", fontsize=SMALL, color=FAINT)
-    figure.text(0.012, 0.06 / inches, foot, va="bottom", fontsize=SMALL, color=FAINT)
-    if key:
-        look = [
-            Line2D([], [], linestyle="", marker=s.marker, markersize=s.size, color=s.colour, label=name)
-            for name, s in key.items()
-        ]
-        figure.legend(
-            handles=look, loc="upper left", bbox_to_anchor=(0.0, 1 - (top * inches - 0.24) / inches), ncols=len(look),
-            frameon=False, fontsize=TEXT, labelcolor=INK, handletextpad=0.1, columnspacing=1.2, borderpad=0.1,
-        )  # fmt: skip
-    return figure
-
-
-def plain(axes: Any, head: str, pad: float = 4) -> None:
-    axes.set_title(head, fontsize=TEXT, fontweight="bold", color=INK, loc="left", pad=pad)
-    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    axes.tick_params(labelsize=SMALL, colors=INK, length=0)
-    axes.grid(color="#DDE1E6", linewidth=0.5)
-    axes.set_axisbelow(True)
-
-
-def dots(
-    axes: Any, head: str, rows: Mapping[str, Mapping[str, float]], key: Mapping[str, Series], line: str, ends: float
-) -> None:
-    """A row for each case, a dot for each series, the figure of the first series beside its dot, and a named line at 1.
-    A dot beyond `ends` is drawn there with its figure. rows: case -> series -> value."""
-    plain(axes, head, 13)
-    axes.axvline(1.0, color=INK, linewidth=0.9)
-    axes.annotate(line, (1.0, 1.0), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                  ha="center", va="bottom", fontsize=SMALL, color=INK)  # fmt: skip
-    first = next(iter(key))
-    for at, values in enumerate(rows.values()):
-        for name in reversed(list(key)):
-            if name in values:
-                look, x = key[name], min(values[name], ends)
-                axes.plot([x], [at], look.marker, color=look.colour, markersize=look.size, clip_on=False, zorder=3)
-        if first in values:
-            # Beside the dot, on the side where no other dot is near.
-            x = min(values[first], ends)
-            near = [v - x for name, v in values.items() if name != first and abs(v - x) < 0.22 * ends]
-            left = any(gap > 0 for gap in near) and not any(gap <= 0 for gap in near)
-            axes.annotate(
-                f"{values[first]:.2f}", (x, at), (-6 if left else 6, 0), textcoords="offset points", va="center",
-                ha="right" if left else "left", fontsize=SMALL, color=key[first].colour, annotation_clip=False,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )  # fmt: skip
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_ylim(len(rows) - 0.5, -0.75)
-    axes.set_xlim(0, ends * 1.08)
-
-
-def named(axes: Any, ends: Iterable[tuple[str, float, str]], gap: float) -> None:
-    """Write the names of lines at the right edge, each at the height of its end, at least `gap` apart."""
-    at = math.inf
-    for name, y, colour in sorted(ends, key=lambda end: -end[1]):
-        at = min(y, at - gap)
-        axes.annotate(
-            name, (1.015, at), xycoords=("axes fraction", "data"), va="center", fontsize=SMALL, color=colour,
-            annotation_clip=False,
-        )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- the pictures
@@ -371,5 +283,5 @@ def scale_out(record: Record) -> Any:
 
 DRAWS: dict[str, Callable[[Record], Any]] = {
     **dict.fromkeys(PRODUCTS, product), "collectives": collectives, "zoo": zoo, "link": link,
-    "scale_out": scale_out,
+    "scale_out": scale_out, **BARS,
 }  # fmt: skip

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from benchmarks import _pictures
+from benchmarks import _bars, _pictures, _style
 from benchmarks._harness import RESULTS
 
 Image = pytest.importorskip("PIL.Image")
@@ -14,7 +14,7 @@ DRAWN = _pictures.pictures(RESULTS)
 
 def test_every_picture_has_data_and_every_run_with_a_baseline_has_a_picture():
     assert {path.name for path in RESULTS.glob("*.png")} == {path.name for path in DRAWN}
-    assert len(DRAWN) >= 11
+    assert len(DRAWN) >= 21
 
 
 @pytest.mark.parametrize("picture", DRAWN, ids=lambda picture: picture.stem)
@@ -50,8 +50,33 @@ def test_the_title_has_gpu_ranks_date_and_commit():
     assert any("times as fast as NCCL" in text for text in texts)
 
 
+@pytest.mark.parametrize("name", ["ulysses_attention_2", "dispatch_matmul", "moe"])
+def test_bars_are_the_measured_operations_a_second(name):
+    """The height of the first bars, pkt's, in the order of the cases."""
+    pytest.importorskip("matplotlib")
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    variant = {"ulysses_attention_2": "pkt default", "moe": "pkt moe, captured"}.get(name, "pkt default, captured")
+    wanted = [1e-9 * row["flops"] / row["ms"] for row in record["measured"] if row["variant"] == variant]
+    figure = _bars.BARS[_pictures.name_of(name)](record)
+    assert [bar.get_height() for bar in figure.axes[0].containers[0]] == pytest.approx(wanted)
+
+
+def test_bars_of_runs_without_rows_of_variants():
+    """Of the file's "full B16 S6144 H16/16 D128, parts, forward + backward": 12.07 ms on each of 4 ranks."""
+    pytest.importorskip("matplotlib")
+    record = json.loads((RESULTS / "ring_attention_4.json").read_text())
+    of = _bars.times(record)["full B16 S6144 H16/16 D128"]
+    assert of["parts, forward + backward"] > 5 * of["parts"]
+    both = [axes.containers[0][0].get_height() for axes in _bars.ring_attention(record).axes]
+    work = 4e-9 * 16 * 16 * 6144**2 * 128 / 4
+    assert both == pytest.approx([work / of["parts"], 3.5 * work / of["parts, forward + backward"]])
+    decoding = json.loads((RESULTS / "flash_decode.json").read_text())
+    first = _bars.flash_decode(decoding).axes[0].containers[0][0].get_height()
+    assert first == pytest.approx(1e3 * _bars.times(decoding)["B 1, heads 96/96, S = 32768"]["pkt default, captured"])
+
+
 def test_names_of_lines_stay_apart():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = figure.subplots()
-    _pictures.named(axes, [("a", 1.0, "k"), ("b", 1.0, "k"), ("c", 0.2, "k"), ("d", 3.0, "k")], 0.5)
+    _style.named(axes, [("a", 1.0, "k"), ("b", 1.0, "k"), ("c", 0.2, "k"), ("d", 3.0, "k")], 0.5)
     assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [("d", 3.0), ("a", 1.0), ("b", 0.5), ("c", 0.0)]

@@ -31,8 +31,8 @@ def test_no_picture_is_older_than_its_page(page):
         assert image.open(picture).width <= 2000
 
 
-def test_there_are_five_notebooks_and_three_pictures():
-    assert [page.stem[0] for page in notebooks.PAGES] == ["1", "2", "3", "4", "6"]
+def test_there_are_six_notebooks_and_three_pictures():
+    assert [page.stem[0] for page in notebooks.PAGES] == ["1", "2", "3", "4", "6", "7"]
     assert sum(len(notebooks.pictures(page)) for page in notebooks.PAGES) == 3
 
 

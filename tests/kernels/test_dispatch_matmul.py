@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import pkt
 from pkt.kernels.dispatch import Dispatched
+from pkt.kernels.dispatch_matmul import OPERATOR
 from pkt.kernels.gradients import Recorded
 
 from .helpers import on_ranks, random
@@ -85,6 +87,26 @@ def test_ranks_without_room() -> None:
         assert (product[int(there.offsets[-1]) :] == 0).all()
 
     on_ranks(3, run, sms=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "mode"),
+    [(2, 4096, "unfused"), (2, 32768, "unfused"), (4, 1024, "unfused"), (4, 4096, "unfused"), (4, 8192, "push"),
+     (4, 32768, "push"), (8, 32768, "push"), (1, 32768, "unfused")],
+)  # fmt: skip
+@pytest.mark.parametrize("promised", [False, True])
+def test_one_launch_is_the_default_where_dispatch_takes_long(size: int, tokens: int, mode: str, promised: bool) -> None:
+    """By what 2 and 4 GPUs measured for 256 experts, 7168 -> 2048, 8 a token (`dispatch_matmul_tried.json`). Without a
+    promise the rank with the most tokens counts."""
+    sizes = {"e": 256 // size, "h": 7168, "n": 2048, "k": 8, "t": 1}
+    asked = {"tokens_per_rank": tokens // size} if promised else {}
+    call = SimpleNamespace(
+        sizes=sizes, world=SimpleNamespace(size=size), given=asked, dtype=torch.bfloat16,
+        greatest=lambda letter: tokens // size if letter == "t" and not promised else 1,
+    )  # fmt: skip
+    assert OPERATOR.default(call) == mode
+    sizes["e"] = 0
+    assert OPERATOR.default(call) == "unfused"
 
 
 def test_a_weight_s_gradient_lies_as_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a product of nobody's rows meets torch's functions", "clear = out is None and torch.is_grad_enabled()", "clear = False"),
     ),
     *of("kernels/dispatch_matmul.py", "tests/kernels/test_dispatch_matmul.py",
+        ("few rows an expert are sent and multiplied in one launch", "pairs > grouped.FEW_ROWS * sizes[\"e\"] and ", ""),
+        ("a dispatch that takes no time is hidden", " and moved > SHARE * multiplied", ""),
         ("a backward pass forgets the promise", 'promised = {"tokens_per_rank": call["tokens_per_rank"]}', "promised: dict[str, Any] = {}"),
         ("a weight's gradient lies in another order", 'any(call.turned("w"))', "False"),
         ("the queue goes on where the last launch ended", "        tl.store(t.queue, 0)", "        pass"),

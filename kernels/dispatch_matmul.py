@@ -349,7 +349,8 @@ def _backward(call: Recorded) -> Gradients:
         else:
             found["w"] = grouped_outer(call["out"], grad, call["offsets"], world=world)
     if "x" in call.wanted:
-        rows = grouped.grouped_matmul(grad, call["w"].transpose(1, 2), call["offsets"], clear=False, world=world)
+        back, expected = call["w"].transpose(1, 2), call.shape("x")[0] * call.shape("topk_idx")[1]
+        rows = grouped.grouped_matmul(grad, back, call["offsets"], clear=False, expected=expected, world=world)
         found["x"] = call.operator("combine", rows + of_rows, routes(call), **promised)
     if "topk_weights" in call.wanted:
         number = torch.arange(call["tokens"].shape[1], dtype=torch.int32, device=grad.device)

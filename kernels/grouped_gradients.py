@@ -147,7 +147,7 @@ def define(
 
 
 define(
-    "grouped_matmul", "Tensor x, Tensor w, Tensor offsets, int[]? tiles, bool clear, int? expected",
+    "grouped_matmul", "Tensor x, Tensor w, Tensor offsets, int[]? tiles, bool clear, SymInt? expected",
     lambda *inputs: _launch("multiply")(*inputs), lambda x, w, *_: (x.shape[0], w.shape[2]), _keep_multiply,
     _multiply_backward,
 )  # fmt: skip

@@ -183,6 +183,10 @@ def _experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return pkt.matmul_combine(pkt.grouped_activation(hidden, there.offsets), w[:, :, :32].mT.contiguous(), there)
 
 
+def _layer_of_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return pkt.moe(x, *_routed(x), w, w[:, :, :32].mT.contiguous(), max_tokens=64)
+
+
 def _shared_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     there = pkt.all_gather_grouped_matmul(x, *_routed(x), w, clear=True)
     return pkt.grouped_matmul_reduce_scatter(there.product, w.mT, there)
@@ -193,7 +197,7 @@ def _norms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return pkt.reduce_scatter_rms_norm(normed, residual[: len(x) // 2], w[1, 0])[0]
 
 
-@pytest.mark.parametrize("call", [_attention, _experts, _shared_experts, _norms])
+@pytest.mark.parametrize("call", [_attention, _experts, _layer_of_experts, _shared_experts, _norms])
 def test_all_sizes_that_change(call: Any) -> None:
     """Results whose sizes are sums or parts of the operands', forwards and backwards."""
 

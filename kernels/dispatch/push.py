@@ -5,8 +5,9 @@
        is there, with the rows that it takes there and its scales. They signal once a chunk of tokens.
     4. The other programs copy each token into its rows: this rank's own tokens first, then chunks as they arrive.
 
-A token's place in a rank's inbox is its slot. A rank numbers slots chunk by chunk, and its sources take turns, so that
-all of them arrive at the same time.
+A token has a slot at each rank that it goes to. A rank numbers slots chunk by chunk, and its sources take turns, so
+that all of them arrive at the same time. A token's place in the inbox is its slot, unless tokens are sorted. Then a
+source fills its places in the order in which it sends, and each token brings the number of its slot.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ def test_one_launch_is_the_default_where_dispatch_takes_long(size: int, tokens: 
         greatest=lambda letter: tokens // size if letter == "t" and not promised else 1,
     )  # fmt: skip
     assert OPERATOR.default(call) == mode
+    sizes["n"] = 256  # a product that takes less time than dispatch
+    assert OPERATOR.default(call) == "unfused"
     sizes["e"] = 0
     assert OPERATOR.default(call) == "unfused"
 

@@ -332,12 +332,9 @@ class Accesses:
 
     def _charge(self, access: Access, signal: bool = False) -> None:
         task = self.m.current
-        region, start = access.region, task.time
-        remote = region.rank != task.rank and region.kind != "local"
+        remote = access.region.rank != task.rank and access.region.kind != "local"
         rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
-        task.time = start + (cost.STEP_US * signal + access.nbytes() / rate)
-        if self.m.tracing:
-            self._interval("communicate" if remote else task.mark, start, task.time)
+        self._spend("communicate" if remote else task.mark, cost.STEP_US * signal + access.nbytes() / rate)
 
     def _spend(self, kind: str, microseconds: float) -> None:
         task = self.m.current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -449,9 +450,31 @@ def region(space: AddressSpace, rank: int, offset: int, nbytes: int, name: str) 
     return made
 
 
-def test_accesses_are_strided_where_they_can_be() -> None:
-    import numpy as np
+@pytest.mark.parametrize("mask", [None, np.arange(20) < 16])
+def test_a_constant_address_is_looked_for_in_the_memory_that_is_there_now(mask: np.ndarray | None) -> None:
+    """The place of a constant block is kept; other memory may come to its addresses."""
+    space = AddressSpace(1, 1 << 20)
+    addresses = np.arange(space.window(0) + 64, space.window(0) + 64 + 80, 4, dtype=np.uint64)
+    for kept in (addresses, mask):
+        if kept is not None:
+            kept.flags.writeable = False
 
+    def offset(now: Region) -> int:
+        for _ in range(2):
+            ((access, _),) = space.resolve(addresses, mask, 4)
+        now.freed_at = "there"
+        assert access.region is now
+        return access.span()[0]
+
+    assert offset(region(space, 0, 64, 128, "x")) == 0
+    assert offset(region(space, 0, 48, 128, "y")) == 16
+    region(space, 0, 64, 32, "z")
+    with pytest.raises(Unmapped):
+        space.resolve(addresses, mask, 4)
+    space.close()
+
+
+def test_accesses_are_strided_where_they_can_be() -> None:
     space = AddressSpace(2, 1 << 20)
     a, b = region(space, 0, 0, 4096, "a"), region(space, 1, 0, 4096, "b")
     base = np.uint64(a.base)
@@ -469,8 +492,6 @@ def test_accesses_are_strided_where_they_can_be() -> None:
 
 
 def test_a_run_of_a_masked_row_is_strided() -> None:
-    import numpy as np
-
     space = AddressSpace(1, 1 << 20)
     a = region(space, 0, 0, 64, "a")
     row = np.uint64(a.base) + 4 * np.arange(32, dtype=np.uint64)  # its second half is outside

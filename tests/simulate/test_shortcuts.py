@@ -244,3 +244,29 @@ def test_choices_casts_and_added_axes_equal_those_of_torch(monkeypatch: pytest.M
         for line, (found, right) in enumerate(zip(out, wanted)):
             assert torch.equal(found, right), line
     assert any(ty.is_ptr() and ty.element_ty == tl.int64 for ty in made)
+
+
+@triton.jit
+def integers(x_ptr, word_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    first = tl.load(x_ptr)
+    tl.store(out_ptr + i, tl.minimum(x, 3))
+    tl.store(out_ptr + BLOCK + i, tl.maximum(first, x))
+    column, row = tl.arange(0, 2)[:, None], tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(out_ptr + 2 * BLOCK + column + 2 * row, tl.reshape(x, (2, BLOCK // 2)))
+    tl.store(out_ptr + 3 * BLOCK + i, tl.load(x_ptr + i, mask=i < 2, other=-7))
+    tl.store(out_ptr + 4 * BLOCK, tl.atomic_cas(word_ptr, 5, 9))
+    tl.store(out_ptr + 4 * BLOCK + 1, tl.atomic_cas(word_ptr, 5, 7))
+    tl.store(out_ptr + 4 * BLOCK + 2, tl.atomic_add(word_ptr, 4, mask=first == 1))
+    tl.atomic_add(word_ptr, 100, mask=first == 2)
+    tl.store(out_ptr + 4 * BLOCK + 3, tl.atomic_add(word_ptr, 1))
+
+
+def test_integers_are_compared_reshaped_filled_and_swapped() -> None:
+    for _ in range(2):
+        x, word = torch.tensor([1, 5, 2, 4], dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32)
+        out = torch.zeros(20, dtype=torch.int32)
+        run(integers, (1,), x, word, out, 4)
+        assert out.reshape(5, 4).tolist() == [[1, 3, 2, 3], [1, 5, 2, 4], [1, 2, 5, 4], [1, 5, -7, -7], [5, 9, 9, 13]]
+        assert word.item() == 14

@@ -58,19 +58,14 @@ class Choosing(Declared):
         return form
 
     def _key(self, call: Call) -> Mapping[str, Any]:
-        """The case of a call, alike on all ranks: of sizes in which ranks may differ the greatest, that of the first
-        call with these other sizes. Collective the first time where there are such sizes, not in a capture."""
+        """The case of a call, alike on all ranks: the greatest of sizes in which ranks may differ. Collective the first
+        time where there are such sizes, not in a capture."""
         assert self.tuning is not None
-        key = self.tuning.key(call)
-        shared = {name: value for name, value in key.items() if name.lower() not in self.private}
-        case = (self.name, *shared.values(), call.dtype)
-        known: dict[Any, Mapping[str, Any]] = call.world.lasting.setdefault("pkt.kernels.cases", {})
-        if case not in known:
-            if call.world.capturing and len(shared) < len(key):
-                raise Unsupported.captured(call.world.rank, case)
-            sizes = {n: v if n in shared else max(call.world.all_gather_object(v)) for n, v in key.items()}
-            known[case] = {**sizes, "dtype": call.dtype, "size": call.world.size}
-        return known[case]
+        key = dict(self.tuning.key(call))
+        for name in key:
+            if name.lower() in self.private:
+                key[name] = call.greatest(name.lower())
+        return {**key, "dtype": call.dtype, "size": call.world.size}
 
     def _tuned(self, call: Call, key: Mapping[str, Any]) -> dict[str, Any]:
         """Settings that were tuned here for a case, or measured for a shape like it; {} where there are none, and where

@@ -205,16 +205,20 @@ class Call:
         """The caller has left the form and all settings open, and nothing was tuned."""
         return self.asked is None and not self.given
 
-    def greatest(self, letter: str) -> int:
-        """The greatest size of `letter`, in which ranks may differ, on any rank, in the first call with these other
-        sizes: a rank that calls again with another size may be the only one that asks. Collective the first time, which
-        may not be in a capture. For `complete`, because the ranks must have agreed on the rest."""
-        case = (self.name, *(n for name, n in self.sizes.items() if name != letter), self.dtype)
+    def greatest(self, letter: str, alone: bool = False) -> int:
+        """The greatest size of `letter`, in which ranks may differ, on any rank. Collective the first time, which may
+        not be in a capture.
+
+        alone: a rank's size may change while those of the others stay, who then would not ask. So it is that of the
+        first call in which all other sizes are as now.
+        """
+        case = (self.name, *(n for name, n in self.sizes.items() if not (alone and name == letter)), self.dtype)
         known: dict[Any, int] = self.world.lasting.setdefault("pkt.kernels.greatest", {})
         if case not in known:
             if self.world.capturing:
                 raise Unsupported.captured(self.world.rank, case)
-            known[case] = max(self.world.all_gather_object(self.sizes[letter]))
+            what = f"{self.name}: the first call with this {letter}"
+            known[case] = max(self.world.backend.exchange(self.sizes[letter], what))
         return known[case]
 
     def bound(self, shape: str | Shape) -> Shape:

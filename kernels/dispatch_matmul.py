@@ -313,7 +313,8 @@ def default(call: Call) -> str:
     weights = sizes["e"] * sizes["h"] * sizes["n"]
     if world.size == 1 or not weights:
         return "unfused"
-    tokens, nbytes = call.given.get("tokens_per_rank") or call.greatest("t"), sizes["h"] * call.dtype.itemsize
+    tokens = call.given.get("tokens_per_rank") or call.greatest("t", alone=True)
+    nbytes = sizes["h"] * call.dtype.itemsize
     moved = rules.predicted("dispatch", tokens, nbytes, sizes["k"], world.size)["push"].total
     pairs = tokens * sizes["k"]
     multiplied = max(2 * pairs * sizes["h"] * sizes["n"] / MULTIPLIED, weights * call.dtype.itemsize / LOADED)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from .gluon_compiling import chosen
@@ -29,3 +30,12 @@ def test_the_choices_are_those_of_the_table(h200s: Callable[..., Any], tmp_path:
     fresh = tmp_path / "choices.jsonl"
     fresh.write_text("\n".join(lines) + "\n")
     assert not wrong, f"{len(wrong)} choices differ, see {fresh}"
+
+
+@pytest.mark.parametrize(("name", "m"), [("matmul_all_reduce", 4096), ("matmul_reduce_scatter", 256)])
+def test_each_k_has_its_own_choice(h200s: Callable[..., Any], name: str, m: int) -> None:
+    """In one world, as of a model: the products behind attention and behind the MLP have the same rows and columns."""
+    alone = [chosen(name, h200s(3, 4), m, 8192, K) for K in (2048, 7168)]
+    assert alone[0] != alone[1]
+    world = h200s(3, 4)
+    assert [chosen(name, world, m, 8192, K) for K in (2048, 7168)] == alone

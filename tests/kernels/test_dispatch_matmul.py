@@ -102,7 +102,7 @@ def test_one_launch_is_the_default_where_dispatch_takes_long(size: int, tokens: 
     asked = {"tokens_per_rank": tokens // size} if promised else {}
     call = SimpleNamespace(
         sizes=sizes, world=SimpleNamespace(size=size), given=asked, dtype=torch.bfloat16,
-        greatest=lambda letter: tokens // size if letter == "t" and not promised else 1,
+        greatest=lambda letter, alone: tokens // size if (letter, alone, promised) == ("t", True, False) else 1,
     )  # fmt: skip
     assert OPERATOR.default(call) == mode
     sizes["n"] = 256  # a product that takes less time than dispatch

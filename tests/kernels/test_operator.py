@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.errors import Closed, DtypeError, RankError, ShapeError, UseAfterFree
+from pkt.errors import Closed, CollectiveMismatch, DtypeError, RankError, ShapeError, UseAfterFree
 from pkt.kernels.declaration import Call, Case, Form, Launch, Operand
 from pkt.kernels.operator import Operator, module_of, names, operators
 from pkt.kernels.shared import flagged
@@ -193,20 +193,39 @@ def test_a_setting_declared_but_not_taken_is_refused() -> None:
         )  # fmt: skip
 
 
-def greatest(world: Any, sizes: dict[str, int]) -> int:
+def greatest(world: Any, sizes: dict[str, int], alone: bool = False) -> int:
     call = Call("test", world, {"x": torch.zeros(1)}, {}, {}, None)
     call.sizes = sizes
-    return call.greatest("k")
+    return call.greatest("k", alone)
 
 
-def test_ranks_that_differ_in_a_size_take_the_greatest_of_the_first_call() -> None:
+def test_ranks_that_differ_in_a_size_take_the_greatest() -> None:
+    """Of every call in which it is new, as in models: the products behind attention and behind the MLP differ in k."""
+
     def main(world: Any) -> list[int]:
-        found = [greatest(world, {"k": 5 + world.rank, "n": n}) for n in (1, 2)]
-        if world.rank == 0:  # alone, so it may not ask
-            found.append(greatest(world, {"k": 9, "n": 1}))
+        return [greatest(world, {"k": k + world.rank, "n": n}) for k, n in ((5, 1), (5, 2), (9, 1), (5, 1))]
+
+    assert pkt.launch(main, ranks=2, device="cpu", heap="1MiB") == [[6, 6, 10, 6]] * 2
+
+
+def test_a_rank_that_comes_alone_with_another_size_takes_the_greatest_of_the_first_call() -> None:
+    def main(world: Any) -> list[int]:
+        found = [greatest(world, {"k": 5 + world.rank, "n": n}, alone=True) for n in (1, 2)]
+        if world.rank == 0:
+            found.append(greatest(world, {"k": 9, "n": 1}, alone=True))
         return found
 
     assert pkt.launch(main, ranks=2, device="cpu", heap="1MiB") == [[6, 6, 6], [6, 6]]
+
+
+def test_a_rank_that_asks_alone_for_the_greatest_size_is_named() -> None:
+    def main(world: Any) -> None:
+        if world.rank == 0:
+            greatest(world, {"k": 9})
+        world.barrier()
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: test: the first call with this k .*; rank 1: barrier"):
+        pkt.launch(main, ranks=2, device="cpu", heap="1MiB")
 
 
 def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike() -> None:

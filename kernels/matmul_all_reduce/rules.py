@@ -46,6 +46,10 @@ With 7168 and less it makes no difference, or costs up to 7 %, because half of w
 MISSED = 0.42
 """The share of what programs load that comes from memory where own tiles alternate with others'. Seven products on 4 x
 H100, with K up to 7168, take as long as memory takes for 0.40 to 0.43 of it."""
+FEW_BLOCKS, MISSED_OF_FEW = 8, 0.55
+"""With fewer row blocks few programs share a tile of b, and more comes from memory, also where own tiles come last:
+0.52 to 0.62 of what programs load, by four products of 512 and 514 rows in two and three rounds on 4 x H100
+(matmul_all_reduce_tried_h100_4.json)."""
 WIDE_COST = 1.1
 """A wide tile takes so many times as long as by `pkt.model.cost.tile_seconds`. With 1.0 or 1.2 the model's choices are
 worse at shapes that were measured later (tests/tune/test_calibration.py): in the mean 1.0049 and 1.0056 times the time
@@ -157,13 +161,16 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)
-    wide, missed, hidden = case.block_n > NARROW.block_n, 0.0, rounds > 2
+    wide, hidden = case.block_n > NARROW.block_n, rounds > 2
+    few = triton.cdiv(case.M, case.block_m) < FEW_BLOCKS
+    share = MISSED_OF_FEW if few else MISSED
     if lag == own:  # their sums are sent while they are computed
         lag = rules.lag_of(None, 0.25, own, gpu.sms, case.size)
+        share = MISSED_OF_FEW if few else 0.0
     elif rounds > 1:
         hidden |= wide
-        loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
-        missed = MISSED * loaded / gpu.memory if case.size > 1 else 0.0
+    loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
+    missed = share * loaded / gpu.memory if rounds > 1 and case.size > 1 else 0.0
     found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
     found = replace(
         found,

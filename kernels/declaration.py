@@ -84,6 +84,7 @@ class Form:
         it cannot run. seconds: the parts of a candidate's predicted time there.
     one_shape: settings that are right for one shape only; the tuner carries none of them to another shape.
     settles: its own rule settles all its settings well; to another shape the tuner carries only the mode.
+    outruns: forms that do the same in plain Triton, and are never expected to be faster where this one runs.
     roundings: how often an element of the result is rounded to its dtype, for a world size.
     small: settings for shapes of some dozen elements, as tests simulate them.
     """
@@ -103,6 +104,7 @@ class Form:
     seconds: Callable[[Mapping[str, Any], Mapping[str, Any], Gpu], Estimate] | None = None
     one_shape: tuple[str, ...] = ()
     settles: bool = False
+    outruns: tuple[str, ...] = ()
     roundings: Callable[[int], int] = lambda size: 1
     small: Mapping[str, Any] = field(default_factory=dict)
 

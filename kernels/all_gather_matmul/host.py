@@ -327,7 +327,7 @@ GLUON = Form(
     "(W - 1) |a|",
     settings=dict.fromkeys(("tiles", *PushPlan._fields)), several=_gluon_several, complete=_settled, fits=fits_gluon,
     gpu=True,
-    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True, outruns=("push", "copy"),
     one_shape=("rounds_alone", "cut_last", "whole_rounds"),
 )  # fmt: skip
 SIZES = {"m": 12, "k": 20, "n": 24}

@@ -283,7 +283,7 @@ GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=False)),
     "as lcsc, in specialised warps; a tile's owner stores it on every rank", MOVES,
     settings={"tiles": None, "lag": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
-    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True, outruns=("lcsc",),
     agrees=unfused.agreed_out, roundings=lambda size: 2,
 )  # fmt: skip
 SIZES = {"m": 28, "k": 16, "n": 24}

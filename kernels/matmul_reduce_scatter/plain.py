@@ -309,7 +309,7 @@ GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=True)),
     "as inbox, tile by tile, in specialised warps; large parts by the copy engines", MOVES,
     settings={"tiles": None, "lag": None, "copies": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
-    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True, outruns=("add", "inbox"),
     roundings=lambda size: 2,
 )  # fmt: skip
 OPERATOR = Operator(

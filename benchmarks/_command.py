@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks._harness import RESULTS
 from benchmarks._process_group import ENVIRONMENT
 from benchmarks._report import limits, markdown
-from benchmarks._results import record, write
+from benchmarks._results import keep, record, write
 from benchmarks._run import run
 from benchmarks._timing import Settings
 
@@ -37,17 +38,26 @@ def main(
     os.environ.update(ENVIRONMENT)
     start = time.perf_counter()
     settings = Settings(repeats=options.repeats, end=time.time() + options.seconds)
+    asked = targets or {} if options.ranks == 4 else {}
+
+    def made(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        limits(rows, alone)
+        return record(name, rows, options.ranks, asked)
+
+    def timed(rows: list[dict[str, Any]]) -> bool:
+        return options.device == "cuda" and any("ms" in row for row in rows)
+
     rows = run(
-        f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only, options.sizes
-    )
-    limits(rows, alone)
+        f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only, options.sizes,
+        lambda rows: keep(options.out, made(rows)) if timed(rows) else None,
+    )  # fmt: skip
+    found = made(rows)
     text = markdown(f"{title}, {options.ranks} ranks", rows)
     print(text)
-    if options.device == "cuda" and not any("ms" in row for row in rows):
-        print(f"{name}: nothing was measured, so no results file is written")
+    if timed(rows):
+        write(options.out, found, text)
     elif options.device == "cuda":
-        asked = targets or {} if options.ranks == 4 else {}
-        write(options.out, record(name, rows, options.ranks, asked), text)
+        print(f"{name}: nothing was measured, so no results file is written")
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     failed = [row for row in rows if row.get("failed") and not row.get("skipped") and row["variant"].startswith("pkt")]
     return 1 if failed else 0

@@ -83,9 +83,17 @@ def host() -> dict[str, Any]:
 
 
 def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
-    """Write `benchmarks/results/<name>.json`, print the rows, and return the file.
+    """`kept`, and the rows are printed."""
+    path = kept(name, rows, module, **more)
+    show(name, rows)
+    return path
 
-    module: the module of benchmarks that measured, if it has another name. more: further facts of the run.
+
+def kept(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
+    """Write `benchmarks/results/<name>.json`, and return the file.
+
+    module: the module of benchmarks that measured, if it has another name. more: further facts of the run, or other
+    ones.
     """
     record = {
         "benchmark": name,
@@ -99,7 +107,6 @@ def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    show(name, rows)
     return path
 
 

@@ -76,11 +76,18 @@ def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
     return report
 
 
+def keep(folder: Path, made: dict[str, Any]) -> Path:
+    """Write `made` (from `record`), and return the file."""
+    name, ranks = made["benchmark"], made["ranks"]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name if ranks == 4 else f'{name}_{ranks}'}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n")
+    return path
+
+
 def write(folder: Path, made: dict[str, Any], text: str) -> None:
     """Write three files: `made` (from `record`) with its comparison, its table `text`, and its picture."""
     name, ranks = made["benchmark"], made["ranks"]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / (name if ranks == 4 else f"{name}_{ranks}")
     fewer = folder / f"{name}_{AGAINST.get(ranks, 0)}.json"
     if fewer.exists():
         compared = against(json.loads(fewer.read_text()), made)
@@ -89,6 +96,6 @@ def write(folder: Path, made: dict[str, Any], text: str) -> None:
             print(f"{row['case']}: {row['value']:.2f}, the bytes alone {row['limit']:.2f}")
         if not compared:
             print(f"{fewer.name}: not compared: its host or commit differs, or it has no case of this run")
-    stem.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    _pictures.draw_if_possible(stem.with_suffix(".json"))
+    path = keep(folder, made)
+    path.with_suffix(".md").write_text(text)
+    _pictures.draw_if_possible(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +26,12 @@ HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
 
 
 def run(
-    module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
-) -> list[dict[str, Any]]:
+    module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = "",
+    keep: Callable[[list[dict[str, Any]]], object] = lambda rows: None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run all cases of a benchmark whose N and K are multiples of `ranks`; returns the rows of `job`. A variant that
-    ended its job is not tried at other sizes."""
+    ended its job is not tried at other sizes. keep: gets all rows so far behind each case, because a run may be
+    stopped."""
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
@@ -48,6 +50,7 @@ def run(
             for row in _case(module, device, ranks, label, arguments, names, given_up, settings):
                 rows.append(row)
                 advance(f"{label}, {row['variant']}")
+            keep(rows)
     return rows
 
 

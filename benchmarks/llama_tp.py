@@ -191,8 +191,9 @@ def errors(world: Any, runs: dict[str, Run], exact: dict[str, Outputs]) -> dict[
 
 
 # ------------------------------------------------------------------------------------------------------------- on GPUs
-def measure(world: Any, jobs: dict[str, tuple[int, ...]], end: float) -> dict[str, dict[str, Any]]:
-    """Job and size -> stack -> the milliseconds of each repeat, of the slowest rank, and the error. Collective."""
+def measure(world: Any, jobs: dict[str, tuple[int, ...]], end: float, command: str) -> dict[str, dict[str, Any]]:
+    """Job and size -> stack -> the milliseconds of each repeat, of the slowest rank, and the error. Rank 0 writes the
+    results of each size as soon as it has them. Collective."""
     prepare(world)
     import torch._inductor.config as inductor
     from torch.distributed.device_mesh import init_device_mesh
@@ -224,7 +225,16 @@ def measure(world: Any, jobs: dict[str, tuple[int, ...]], end: float) -> dict[st
         found[f"{job}, {size}"] = {name: {"ms": times[name], "error": apart[name]} for name in ready}
         if world.rank == 0:
             print(f"{job}, {size}:", {n: f"{min(ms):.3f} ms, {apart[n]:.1e}" for n, ms in times.items()}, flush=True)
+            keep(found, world.size, command)
     return found
+
+
+def keep(found: dict[str, dict[str, Any]], ranks: int, command: str) -> list[_harness.Row]:
+    """Write the results file; returns its rows."""
+    apart = {f"{label}: {name}": one["error"] for label, stacks in found.items() for name, one in stacks.items()}
+    rows = rows_of(found, ranks)
+    _harness.kept(f"llama_tp_{ranks}", rows, "llama_tp", command=command, ranks=ranks, errors=apart)
+    return rows
 
 
 def graph_of(world: Any, run: Run) -> Callable[[], None]:
@@ -262,11 +272,10 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     from benchmarks.llama_tp import measure as importable  # workers cannot import it from __main__
 
-    args = ({job: JOBS[job] for job in given.jobs.split(",")}, time.time() + given.seconds)
+    command = " ".join(["python", "-m", "benchmarks.llama_tp", *sys.argv[1:]])
+    args = ({job: JOBS[job] for job in given.jobs.split(",")}, time.time() + given.seconds, command)
     found = pkt.launch(importable, given.ranks, "cuda", args, heap="12GiB", multicast=False, timeout=90)[0]
-    apart = {f"{label}: {name}": one["error"] for label, stacks in found.items() for name, one in stacks.items()}
-    name = f"llama_tp_{given.ranks}"
-    _harness.write(name, rows_of(found, given.ranks), "llama_tp", ranks=given.ranks, errors=apart)
+    _harness.show(f"llama_tp_{given.ranks}", keep(found, given.ranks, command))
     return 0
 
 

@@ -72,6 +72,23 @@ def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     assert "N = 4096: left out, N = 4096 is not a multiple of 3" in capsys.readouterr().out
 
 
+def test_a_run_that_is_stopped_leaves_the_cases_that_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def case(*given: Any) -> list[dict[str, Any]]:
+        if given[3] == "N = 6144":
+            raise KeyboardInterrupt
+        times = {"ms": 2.0, "low": 1.0, "high": 3.0, "runs": 20, "eager_ms": 2.0}
+        return [{"case": given[3], "variant": "pkt default", "error": 1e-3, "bytes": 1.0, **times}]
+
+    monkeypatch.setattr(_run, "_case", case)
+    with pytest.raises(KeyboardInterrupt):
+        _command.main("matmul_all_reduce", "a title", argv=["--ranks", "2", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "matmul_all_reduce_2.json").read_text())
+    assert [row["case"] for row in found["rows"]] == ["N = 4096, pkt default"]
+    assert [row["case"] for row in found["measured"]] == ["N = 4096"]
+
+
 def test_against_limits_three_ranks_by_the_ratio_of_bytes() -> None:
     def of(ranks: int, ms: float, nbytes: float, **more: object) -> dict:
         row = {"case": "N", "variant": "pkt default", "error": 1e-3, "ms": ms, "low": ms / 2, "high": 2 * ms}

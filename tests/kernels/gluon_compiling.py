@@ -280,6 +280,21 @@ def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]
     return found.value.args[0]
 
 
+def with_another_rank(monkeypatch: pytest.MonkeyPatch, world: World, k: int) -> list[int]:
+    """The k that the world's rank tells, one list entry a time; the other rank's is always `k`."""
+    told: list[int] = []
+    exchange = world.backend.exchange
+
+    def exchanged(value: Any, what: str) -> list[Any]:
+        if "the first call with this k" not in what:
+            return exchange(value, what)
+        told.append(value)
+        return [value, k]
+
+    monkeypatch.setattr(world.backend, "exchange", exchanged)
+    return told
+
+
 # --------------------------------------------------------------------------------------------------- what was built
 def assert_fits(launch: Compiled, folder: Path) -> None:
     """One program an SM, nothing spilled, no stack, and the registers that the consumers ask for. The products of the

@@ -12,7 +12,7 @@ from pkt.kernels.operator import named
 from pkt.kernels.shared import unfused
 from pkt.model.gpu import H200
 
-from .gluon_compiling import chosen, gather_call, scatter_call
+from .gluon_compiling import chosen, gather_call, scatter_call, with_another_rank
 
 
 @pytest.mark.parametrize("call", [gather_call, scatter_call])
@@ -97,20 +97,6 @@ def test_the_choice_is_made_once_for_a_case(h200s, monkeypatch):
     assert [key.get("shard") for key in asked] == [None, "columns"]
     assert [key["K"] for key in asked] == [512, 2048], "of the product that each rank computes"
     assert [key["M"] for key in asked] == [2048, 512]
-
-
-def with_another_rank(monkeypatch, world, k):
-    """The k that the world's rank tells, one list entry a time; the other rank's is always `k`."""
-    told, exchange = [], world.backend.exchange
-
-    def exchanged(value, what):
-        if "the first call with this k" not in what:
-            return exchange(value, what)
-        told.append(value)
-        return [value, k]
-
-    monkeypatch.setattr(world.backend, "exchange", exchanged)
-    return told
 
 
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])

@@ -12,7 +12,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.matmul_reduce_scatter import rules as scatter_rules
 from pkt.language.inspect import count_markers
 
-from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, scatter, scatter_call
+from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, scatter, scatter_call, with_another_rank
 from .machine_code import sass
 
 
@@ -123,10 +123,10 @@ def test_copies_that_do_not_fit_are_refused(h200s, options, name):
 
 
 @pytest.mark.parametrize("longest", [1024, 2048])
-def test_all_ranks_copy_where_one_s_k_is_long_enough(h200s, longest):
+def test_all_ranks_copy_where_one_s_k_is_long_enough(h200s, monkeypatch, longest):
     """A rank that stores while the others copy would wait forever."""
     world = h200s()
-    world.all_gather_object = lambda value: [value, longest if isinstance(value, int) else value]
+    with_another_rank(monkeypatch, world, longest)
     scatter_call(world, 2048, 4096, 1024)
     assert world.kernels[-1].options["COPIED"] == (longest == 2048)
 

@@ -117,12 +117,11 @@ def dispatch_matmul_kernel(
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
         own, last = push.tasks(half, room, p, world)
-        push.place(x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, own, step, to, routes_ptr, arrived, m, p, world)
+        push.place(
+            x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, own, t.PLACERS, last, to, routes_ptr, arrived, m,
+            p, world,
+        )  # fmt: skip
         if first < t.PLACERS:
-            push.place(
-                x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, own + first, last, t.PLACERS, to, routes_ptr, arrived, m, p,
-                world,
-            )  # fmt: skip
             push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
     _multiply(to, arrived, t, p, world)
     if p.CLEAR:

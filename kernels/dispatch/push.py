@@ -42,7 +42,9 @@ def dispatch_kernel(
         first = 0 if alone else pid - p.SENDERS
         step = 1 if alone else tl.num_programs(0) - p.SENDERS
         _, last = tasks(half, room, p, world)
-        place(x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, last, step, to, routes_ptr, None, m, p, world)
+        place(
+            x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, last, step, last, to, routes_ptr, None, m, p, world
+        )  # fmt: skip
         fill(half, room, first, step, to, None, p, world)
 
 
@@ -118,14 +120,18 @@ def tasks(half, room, p, world):
 
 @triton.jit
 def place(
-    x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, last, step, to, routes_ptr, arrived, m, p, world
+    x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, most, placers, last, to, routes_ptr, arrived, m, p, world
 ):  # fmt: skip
-    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent; of
-    `tasks` those from `first` on. arrived: where rows are counted that are there, see arrivals.py, or None."""
+    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent. Of
+    `tasks` first, first + step and so on below `most`, and then, if first < placers, most + first, most + first +
+    placers and so on below `last`. arrived: where rows are counted that are there, see arrivals.py, or None."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
     own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
-    for task in range(first, last, step):
+    early = tl.cdiv(tl.maximum(most - first, 0), step)
+    late = tl.where(first < placers, tl.cdiv(tl.maximum(last - most - first, 0), placers), 0)
+    for turn in range(early + late):
+        task = tl.where(turn < early, first + turn * step, most + first + (turn - early) * placers)
         source = rank
         g = task
         if world.size > 1:

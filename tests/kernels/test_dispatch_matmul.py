@@ -146,3 +146,12 @@ def test_a_tile_waits_for_all_its_rows_in_every_schedule() -> None:
         both(world, 10, 2, 40)
 
     pkt.simulate(run, 2, 12, sms=3, progress=False).check()
+
+
+def test_each_token_of_another_rank_is_placed_once() -> None:
+    """Also where fewer programs place those than own tokens: a row that counts twice makes its tile begin early."""
+
+    def run(world: Any) -> None:
+        both(world, 50, 1, 110, num_comm_sms=1)
+
+    pkt.simulate(run, 2, 3, sms=4, progress=False).check()

@@ -164,7 +164,7 @@ def matmul_all_reduce(
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
     a: (M, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all.
+        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (M, N) of a's dtype; shares no memory with the operands. A symmetric one whose rows begin at multiples of 16
         bytes is reduced in place; otherwise, and where None, "lcsc" and "gluon" copy the sum from a workspace.
@@ -261,9 +261,11 @@ def _gluon(call: Call) -> Launch:
 
 
 def _settled(call: Call) -> dict[str, Any]:
-    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
-    given = call["tiles"], call["lag"], call.dtype
-    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given)
+    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ. Where they are given,
+    nobody asks for it."""
+    given = call["tiles"], call["lag"]
+    k = call.greatest("k") if None in given else call["k"]
+    found = settings(call["m"], call["n"], k, call.world, *given, call.dtype)
     return dict(zip(("tiles", "lag"), found))
 
 

@@ -207,7 +207,7 @@ def matmul_reduce_scatter(
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
     a: (size * m, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all.
+        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (m, N) of a's dtype; shares no memory with the operands. A new tensor where None.
     bias: (N,) of a's dtype. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu". The
@@ -286,9 +286,11 @@ def _gluon(call: Call) -> Launch:
 
 
 def _settled(call: Call) -> dict[str, Any]:
-    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
-    given = (call[name] for name in ("tiles", "lag", "copies"))
-    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given, call.dtype)
+    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ. With a lag or copies
+    nobody asks for it."""
+    tiles, lag, copies = (call[name] for name in ("tiles", "lag", "copies"))
+    k = call.greatest("k") if lag is None and copies is None else call["k"]
+    found = settings(call["m"], call["n"], k, call.world, tiles, lag, copies, call.dtype)
     return dict(zip(("tiles", "lag", "copies"), found))
 
 

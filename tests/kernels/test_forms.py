@@ -10,6 +10,7 @@ import triton
 from pkt.errors import Unsupported
 from pkt.kernels.operator import named
 from pkt.kernels.shared import unfused
+from pkt.kernels.shared.gluon_fits import TILES
 from pkt.model.gpu import H200
 
 from .gluon_compiling import chosen, gather_call, scatter_call, with_another_rank
@@ -209,6 +210,18 @@ def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, name):
     for K in (512, 8192):
         chosen(name, world, 512, 512, K, mode="gluon")
     assert longest == [4096, 8192]
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_nobody_asks_for_the_longest_k_where_settings_are_given(h200s, monkeypatch, name):
+    """So a rank's k may change alone from call to call."""
+    world = h200s()
+    told = with_another_rank(monkeypatch, world, 4096)
+    tiles = TILES._replace(group=8)
+    for k in (512, 1024):
+        found = chosen(name, world, 512, 512, k, mode="gluon", tiles=tuple(tiles), lag=2)
+        assert (found["tiles"], found["lag"]) == (tiles, 2)
+    assert told == []
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -84,7 +84,7 @@ class Form:
         it cannot run. seconds: the parts of a candidate's predicted time there.
     one_shape: settings that are right for one shape only; the tuner carries none of them to another shape.
     settles: its own rule settles all its settings well; to another shape the tuner carries only the mode.
-    outruns: forms that do the same in plain Triton, and are never expected to be faster where this one runs.
+    outruns: forms that do the same in plain Triton. On a GPU that runs this one none is expected to be as fast.
     roundings: how often an element of the result is rounded to its dtype, for a world size.
     small: settings for shapes of some dozen elements, as tests simulate them.
     """
@@ -211,8 +211,8 @@ class Call:
         """The greatest size of `letter`, in which ranks may differ, on any rank. Collective the first time, which may
         not be in a capture.
 
-        alone: a rank's size may change while those of the others stay, who then would not ask. So it is that of the
-        first call in which all other sizes are as now.
+        alone: a rank's size may change while the others' stay. They would not ask again, so nobody does: the answer of
+        the first call with these other sizes holds.
         """
         case = (self.name, *(n for name, n in self.sizes.items() if not (alone and name == letter)), self.dtype)
         known: dict[Any, int] = self.world.lasting.setdefault("pkt.kernels.greatest", {})

@@ -120,18 +120,21 @@ def tasks(half, room, p, world):
 
 @triton.jit
 def place(
-    x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, most, placers, last, to, routes_ptr, arrived, m, p, world
+    x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, common, placers, last, to, routes_ptr, arrived, m, p, world
 ):  # fmt: skip
-    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent. Of
-    `tasks` first, first + step and so on below `most`, and then, if first < placers, most + first, most + first +
-    placers and so on below `last`. arrived: where rows are counted that are there, see arrivals.py, or None."""
+    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent.
+
+    The `step` programs that place share the `tasks` below `common`. The first `placers` of them share the rest, up to
+    `last`. first: the number of this program among them. arrived: where rows are counted that are there, see
+    arrivals.py, or None.
+    """
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
     own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
-    early = tl.cdiv(tl.maximum(most - first, 0), step)
-    late = tl.where(first < placers, tl.cdiv(tl.maximum(last - most - first, 0), placers), 0)
+    early = tl.cdiv(tl.maximum(common - first, 0), step)
+    late = tl.where(first < placers, tl.cdiv(tl.maximum(last - common - first, 0), placers), 0)
     for turn in range(early + late):
-        task = tl.where(turn < early, first + turn * step, most + first + (turn - early) * placers)
+        task = tl.where(turn < early, first + turn * step, common + first + (turn - early) * placers)
         source = rank
         g = task
         if world.size > 1:

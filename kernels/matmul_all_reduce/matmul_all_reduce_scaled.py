@@ -38,7 +38,7 @@ def matmul_all_reduce_scaled(
     """The sum over ranks of `a @ b`, of fp8 elements and their scales, on every rank in bf16. Collective.
 
     a: (M, k), float8_e4m3fn, contiguous. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
+        If one rank comes with a new k, all do. Where mode, tiles and lag are given, a rank may do so alone.
     b: (k, N), float8_e4m3fn, the transposed view of a contiguous tensor, as weight.t() of nn.Linear's weight.
     scale_a: fp32, one for each row of a, (M, 1), or one for all of a, of any shape; each rank has its own.
     scale_b: fp32, one for each column of b, (1, N), or one for all of b, of any shape.

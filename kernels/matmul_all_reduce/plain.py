@@ -164,7 +164,7 @@ def matmul_all_reduce(
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
     a: (M, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
+        If one rank comes with a new k, all do. Where mode, tiles and lag are given, a rank may do so alone.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (M, N) of a's dtype; shares no memory with the operands. A symmetric one whose rows begin at multiples of 16
         bytes is reduced in place; otherwise, and where None, "lcsc" and "gluon" copy the sum from a workspace.

@@ -39,7 +39,7 @@ def matmul_reduce_scatter_scaled(
     Collective.
 
     a: (size * m, k), float8_e4m3fn, contiguous. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
+        If one rank comes with a new k, all do. Where mode, tiles and lag are given, a rank may do so alone.
     b: (k, N), float8_e4m3fn, the transposed view of a contiguous tensor, as weight.t() of nn.Linear's weight.
     scale_a: fp32, one for each row of a, (size * m, 1), or one for all of a, of any shape; each rank has its own.
     scale_b: fp32, one for each column of b, (1, N), or one for all of b, of any shape.

@@ -207,7 +207,7 @@ def matmul_reduce_scatter(
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
     a: (size * m, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
-        A call that is one rank's first with its k is the first on all, unless mode, tiles and lag are given.
+        If one rank comes with a new k, all do. Where mode, tiles and lag are given, a rank may do so alone.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (m, N) of a's dtype; shares no memory with the operands. A new tensor where None.
     bias: (N,) of a's dtype. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu". The

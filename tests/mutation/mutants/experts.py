@@ -168,7 +168,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("every program places tokens of the other ranks", "tl.where(first < placers, tl.cdiv(", "tl.where(first < last, tl.cdiv("),
     ),
     *of("kernels/dispatch/push.py", "tests/conformance -k 'any_number_of_ranks and dispatch_matmul-push'",
-        ("tokens of the other ranks are placed by one program", "most + first + (turn - early) * placers", "most + first"),
+        ("tokens of the other ranks are placed by one program", "common + first + (turn - early) * placers", "common + first"),
     ),
     *of("kernels/dispatch_matmul.py", "tests/kernels/test_dispatch_matmul.py",
         ("few rows an expert are sent and multiplied in one launch", " and pairs > grouped.FEW_ROWS * sizes[\"e\"]", ""),

@@ -18,6 +18,10 @@ from tests.tune.helpers import OPERATORS
 # the worst. As found, rounded up. The worst is cuBLAS, 136 us for 128 rows of 5120 x 25600 in one layout, 88 for 64.
 HELD = {"held out": (1.01, 1.045, 1.36), "shipped": (1.01, 1.05, 1.36)}
 LATER = (1.01, 1.06, 1.15)
+# On 4 H100: an operator's time / that of the fastest baseline, geometric mean, as found, rounded up; and the product
+# that takes more than 1.03 times as long, 1.043. In another run on 4 H100 the form that is taken took 7 % less.
+LOST = {"all_gather_matmul": 0.86, "matmul_reduce_scatter": 0.79, "matmul_all_reduce": 0.88}
+MISSED = {("matmul_all_reduce", 128, 16384, 13312, "transposed")}
 # Of those away from all that was fitted, where a safe form is taken instead of one that may be slow.
 AWAY = (1.05, 1.2)
 
@@ -104,23 +108,24 @@ def test_the_choices_at_shapes_that_were_measured_later(times, capsys):
 def test_the_choices_on_another_gpu_and_more_ranks(capsys):
     """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200, and to 2 H100 where memory is no
     limit."""
-    gpu, ratios, losses = gpu_named("NVIDIA H100 80GB HBM3"), [], []
-    for (operator, M, N, K, size, _), ms in zoo.measured(calibrate.RESULTS / "zoo_4.json").items():
+    gpu, ratios = gpu_named("NVIDIA H100 80GB HBM3"), []
+    losses = {operator: {} for operator in OPERATORS}
+    for (operator, M, N, K, size, weights), ms in zoo.measured(calibrate.RESULTS / "zoo_4.json").items():
         forms = {mode: ms[f"pkt {mode}"] for mode in OPERATORS[operator].forms if f"pkt {mode}" in ms}
         order = OPERATORS[operator].forecast(calibrate.Shape(operator, M, N, K, size, "rows").key, gpu).order
         taken = forms[next(mode for mode in order if mode in forms)]
         others = [t for variant, t in ms.items() if not variant.startswith(("pkt ", calibrate.PRODUCT))]
         ratios.append(taken / min(forms.values()))
-        losses.append(taken / min(others))
+        losses[operator][M, N, K, weights] = taken / min(others)
     with capsys.disabled():
         print(f"\n4 H100: {len(ratios)} shapes, regret mean {statistics.fmean(ratios):.4f}, worst {max(ratios):.3f}")
     assert len(ratios) > 200
     assert statistics.fmean(ratios) <= 1.01
     assert max(ratios) <= 1.14, "1500 rows of 1536 x 6144, which the Gluon form of GEMM+RS takes 13 us less for"
-    assert statistics.geometric_mean(losses) <= 0.86
-    *others, most = sorted(losses)
-    assert others[-1] <= 1.03
-    assert most <= 1.05, "128 rows of 13312 x 16384, transposed: in another run on 4 H100 the same form took 7 % less"
+    means = {operator: statistics.geometric_mean(of.values()) for operator, of in losses.items()}
+    assert all(means[operator] <= LOST[operator] for operator in LOST), means
+    missed = {(name, *shape) for name, of in losses.items() for shape, loss in of.items() if loss > 1.03}
+    assert missed == MISSED, missed
 
 
 def test_a_model_that_says_the_opposite_would_be_noticed(times, monkeypatch):

@@ -83,7 +83,7 @@ def host() -> dict[str, Any]:
 
 
 def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
-    """`kept`, and the rows are printed."""
+    """Write the results as `kept` does, print the rows, and return the file."""
     path = kept(name, rows, module, **more)
     show(name, rows)
     return path
@@ -92,8 +92,8 @@ def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
 def kept(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
     """Write `benchmarks/results/<name>.json`, and return the file.
 
-    module: the module of benchmarks that measured, if it has another name. more: further facts of the run, or other
-    ones.
+    module: the module of benchmarks that measured, if it has another name. more: further facts of the run;
+    they replace those of the same name.
     """
     record = {
         "benchmark": name,

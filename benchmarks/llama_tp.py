@@ -229,12 +229,11 @@ def measure(world: Any, jobs: dict[str, tuple[int, ...]], end: float, command: s
     return found
 
 
-def keep(found: dict[str, dict[str, Any]], ranks: int, command: str) -> list[_harness.Row]:
-    """Write the results file; returns its rows."""
+def keep(found: dict[str, dict[str, Any]], ranks: int, command: str) -> None:
+    """Write the results file."""
     apart = {f"{label}: {name}": one["error"] for label, stacks in found.items() for name, one in stacks.items()}
-    rows = rows_of(found, ranks)
-    _harness.kept(f"llama_tp_{ranks}", rows, "llama_tp", command=command, ranks=ranks, errors=apart)
-    return rows
+    more = {"command": command, "ranks": ranks, "errors": apart}
+    _harness.kept(f"llama_tp_{ranks}", rows_of(found, ranks), "llama_tp", **more)
 
 
 def graph_of(world: Any, run: Run) -> Callable[[], None]:
@@ -275,7 +274,7 @@ def main() -> int:
     command = " ".join(["python", "-m", "benchmarks.llama_tp", *sys.argv[1:]])
     args = ({job: JOBS[job] for job in given.jobs.split(",")}, time.time() + given.seconds, command)
     found = pkt.launch(importable, given.ranks, "cuda", args, heap="12GiB", multicast=False, timeout=90)[0]
-    _harness.show(f"llama_tp_{given.ranks}", keep(found, given.ranks, command))
+    _harness.show(f"llama_tp_{given.ranks}", rows_of(found, given.ranks))
     return 0
 
 

@@ -163,10 +163,9 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)
     wide, hidden = case.block_n > NARROW.block_n, rounds > 2
     few = triton.cdiv(case.M, case.block_m) < FEW_BLOCKS
-    share = MISSED_OF_FEW if few else MISSED
+    share = MISSED_OF_FEW if few else 0.0 if lag == own else MISSED
     if lag == own:  # their sums are sent while they are computed
         lag = rules.lag_of(None, 0.25, own, gpu.sms, case.size)
-        share = MISSED_OF_FEW if few else 0.0
     elif rounds > 1:
         hidden |= wide
     loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize

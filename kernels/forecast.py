@@ -45,7 +45,7 @@ def forecast(operator: str, forms: Mapping[str, Form], key: Mapping[str, Any], g
     parts = {name: predicted(operator, name, form, {"mode": name}, key, gpu) for name, form in forms.items()}
     seconds = {name: found.total for name, found in parts.items() if found is not None}
     for name, form in forms.items() if gpu.gluon else ():
-        for slower in form.outruns:
+        for slower in seconds.keys() & set(form.outruns):
             seconds[slower] = max(seconds[slower], (1.0 + calibration.LEAST_ERROR) * seconds[name])
     doublings, doubt = calibration.trust(operator, key, gpu)
     handicaps = {name: calibration.handicap(operator, name, key, doublings) for name in seconds}

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks import calibrate, zoo
-from pkt.kernels.forecast import SAFE, Forecast, predicted
+from pkt.kernels.forecast import SAFE, Forecast, forecast, predicted
 from pkt.model import calibration
 from pkt.model.cost import Estimate, library
 from pkt.model.gpu import H200, gpu_named
@@ -316,3 +316,13 @@ def test_plain_forms_are_behind_the_gluon_form_where_that_runs(what):
                 else:
                     assert found.seconds[form] == own
     assert ahead or what == "all_gather_matmul", "no case in which this matters"
+
+
+@pytest.mark.parametrize("what", OPERATORS)
+def test_an_operator_with_fewer_forms_has_a_forecast(what):
+    """As all_gather_matmul_kept, which has the Gluon form and not all the plain ones that are slower."""
+    key = {"M": 4096, "N": 5120, "K": 6400, "dtype": "bf16", "size": 2}
+    forms = OPERATORS[what].forms
+    for missing in forms.keys() - SAFE:
+        found = forecast(what, {name: form for name, form in forms.items() if name != missing}, key, H200)
+        assert set(found.order) == forms.keys() - {missing}

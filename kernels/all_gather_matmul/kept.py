@@ -11,14 +11,17 @@ The registry does not know this operator: `all_gather_matmul` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from pkt.model.cost import DTYPES, Estimate
+from pkt.model.gpu import Gpu
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
+from pkt.wording import dtype_text
 
 from ..all_gather import all_gather
 from ..declaration import Call, Launch, Operand, Tuning, choice
@@ -137,6 +140,19 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+def _seconds(form: str, **settings: Any) -> Callable[..., Estimate]:
+    """The predicted time of a form of all_gather_matmul with these settings, and of the copy behind it."""
+    seconds = host.OPERATOR.forms[form].seconds
+    assert seconds is not None
+
+    def predicted(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate:
+        found = seconds({**config, **settings}, key, gpu)
+        nbytes = key["M"] * key["K"] * DTYPES[dtype_text(key["dtype"])].itemsize
+        return replace(found, exposed=found.exposed + 2 * nbytes / gpu.memory)
+
+    return predicted
+
+
 _forms, _nodes = host.OPERATOR.forms, host.OPERATOR.across["nodes"]
 OPERATOR = Operator(
     all_gather_matmul_kept,
@@ -145,12 +161,14 @@ OPERATOR = Operator(
     also={"whole": Operand(lambda call: "W*m k" if call["shard"] == "rows" else "m W*k")},
     arguments={"shard": choice("rows", "columns")},
     forms={
-        "copy": replace(_forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None),
+        "copy": replace(
+            _forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None, seconds=_seconds("copy"),
+        ),
         "gluon": replace(
             _forms["gluon"], plan=_keeping(_forms["gluon"].plan, _gluon_inbox), several=None, complete=_settled,
-            fits=_fits_gluon,
+            fits=_fits_gluon, seconds=_seconds("gluon", num_comm_sms=0),
         ),
-        "unfused": replace(_forms["unfused"], plan=_unfused, several=None),
+        "unfused": replace(_forms["unfused"], plan=_unfused, several=None, seconds=_seconds("unfused")),
     },
     across={"nodes": replace(_nodes, plan=_keeping(over_nodes.gather_whole, over_nodes.whole), several=None)},
     default=lambda call: "unfused" if host.fits_copies(call) else "copy",
@@ -161,6 +179,6 @@ OPERATOR = Operator(
         saves={"a": ("b",), "b": ("whole",)}, inner=("whole",),
     ),
     terms=lambda sizes, size: size * sizes["k"],
-    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
+    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True, like=host.CALL),
 )  # fmt: skip
 host.take_kept(product)

@@ -269,6 +269,11 @@ class Chosen(Exception):
 
 def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]:
     """The form, as "mode", and the settings that an operator takes for a call."""
+    return chosen_by(lambda: CALLS[name](world, *shape, **given))
+
+
+def chosen_by(call: Callable[[], Any]) -> dict[str, Any]:
+    """The same of `call`, which calls an operator and gets no further than the choice."""
 
     def take(self: Operator, call: Any, form: Any) -> None:
         raise Chosen({"mode": call.mode, **call.settings})
@@ -276,7 +281,7 @@ def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Operator, "_filled", take)
         with pytest.raises(Chosen) as found:
-            CALLS[name](world, *shape, **given)
+            call()
     return found.value.args[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pkt
 from pkt.kernels import gradients
 from pkt.kernels.all_gather_matmul import host
 
+from .gluon_compiling import chosen_by
 from .helpers import on_ranks
 
 
@@ -102,3 +104,11 @@ def test_what_is_refused() -> None:
             pkt.all_gather_matmul(a, b, keep="all")
 
     on_ranks(2, run)
+
+
+def test_the_default_form_on_gpus(h200s: Any) -> None:
+    """By predicted times, of the forms that can keep what they gather."""
+    a, b = torch.empty(2048, 8192, dtype=torch.bfloat16), torch.empty(8192, 5120, dtype=torch.bfloat16)
+    for rows, taken in ((8, "unfused"), (2048, "gluon")):
+        call = partial(pkt.all_gather_matmul, a[:rows], b.requires_grad_(), keep="whole", world=h200s(0, 2))
+        assert chosen_by(call)["mode"] == taken

@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from pkt.model.cost import DTYPES, Estimate
+from pkt.model.cost import Estimate
 from pkt.model.gpu import Gpu
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
-from pkt.wording import dtype_text
 
 from ..all_gather import all_gather
 from ..declaration import Call, Launch, Operand, Tuning, choice
@@ -147,7 +146,7 @@ def _seconds(form: str, **settings: Any) -> Callable[..., Estimate]:
 
     def predicted(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate:
         found = seconds({**config, **settings}, key, gpu)
-        nbytes = key["M"] * key["K"] * DTYPES[dtype_text(key["dtype"])].itemsize
+        nbytes = key["M"] * key["K"] * product_rules.dtype_of(key).itemsize
         return replace(found, exposed=found.exposed + 2 * nbytes / gpu.memory)
 
     return predicted

@@ -4,17 +4,22 @@ tile and stores it on every rank.
 Rank 0, 1, ... own a tile each, in turn. Every other rank stores its product of a tile into its owner's inbox, at a
 place of its own, and signals it, in the same turns as in matmul_reduce_scatter's Gluon form: a rank's own tiles are
 `lag` tiles behind the others'. The owner adds these partial sums to its own product, in fp32 and in a fixed order,
-applies bias and epilogue, rounds, stores the tile by TMA into the output of every rank, and signals that. A launch ends
-on a rank when all tiles have landed there.
+applies bias and epilogue, rounds, stores the tile by TMA on every rank, and signals each of them.
 
-Others write a rank's output only after that rank has computed the tile, so in the same launch; and a launch ends when
-every rank has read its inbox. So there is one inbox, and a launch waits for nothing at its start.
+The tiles of others land in the output itself where peers can reach it. Else they land in memory that peers reach, and
+two warps of each program copy them to the output while the next ones are computed; the last one goes through the ring,
+when nothing else does. A launch ends on a rank when all tiles have landed and are in its output.
+
+Others write where a rank's tiles land only after that rank has computed the tile, so in the same launch; and a launch
+ends when every rank has read its inbox. So there is one inbox, and a launch waits for nothing at its start.
 
 The result has the same bits every time and on all ranks, and is off by at most about 2 * u * s, in the words of
 matmul_all_reduce. 2 * (size - 1) / size * M * N * itemsize bytes leave each rank.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -58,6 +63,15 @@ from ..shared.grid import num_programs
 from ..shared.scales import passing
 from ..shared.tile_product import Epilogue, Tiles
 from .rules import CALL
+
+COPYING = gl.constexpr(2)
+"""Warps that copy tiles beside the consumers: those that are left of the storer's and the loader's warpgroup."""
+LANDING = gl.constexpr([*REGISTERS.value, 64])
+"""As REGISTERS, and of a thread of theirs."""
+RUN = gl.constexpr(8)
+"""Elements that a thread copies at once."""
+RUNS = gl.constexpr(4)
+"""And how often before it waits for them: it has few registers."""
 
 
 # --------------------------------------------------------------------------------------------------------- order
@@ -107,10 +121,66 @@ class Order:
         _, _, i, _ = self.tile(t)
         return 0, i
 
+    @gluon.jit
+    def others(self):
+        """Turns of the other ranks."""
+        return (self.SIZE - 1) * self.count()
+
+    @gluon.jit
+    def other(self, u):
+        """The u-th tile of other ranks, about as they are finished: (index, row block, column). The index is past all
+        tiles where there is no such tile."""
+        PEERS: gl.constexpr = max(self.SIZE - 1, 1)
+        index = u // PEERS * self.SIZE + (self.rank + 1 + u % PEERS) % self.SIZE
+        index = gl.where(u < self.others(), index, self.num_m * self.num_n)
+        i, j = grouped(gl.minimum(index, self.num_m * self.num_n - 1), self.num_m, self.num_n, self.GROUP)
+        return index, i, j
+
+    @gluon.jit
+    def last(self):
+        """The last of this program's tiles of other ranks, which are num_programs apart; or no tile, see `other`."""
+        first = gl.program_id(0)
+        return first + (gl.maximum(self.others() - first, 1) - 1) // gl.num_programs(0) * gl.num_programs(0)
+
+
+@aggregate
+class Landing:
+    """Where the tiles of other ranks land, and where they go from there; nowhere if source is None."""
+
+    source: gl.tensor  # pointer, (M, N) this rank's
+    out: gl.tensor  # pointer, (M, N) this rank's
+    sizes: gl.tuple
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+
+    @gluon.jit
+    def copy(self, i, j):
+        """A tile, by all warps of the caller."""
+        WARPS: gl.constexpr = gl.num_warps()
+        LANES: gl.constexpr = min(self.BLOCK_N // RUN, 32)
+        ROWS: gl.constexpr = min(WARPS * (32 // LANES), self.BLOCK_M)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+        N = self.sizes.N // RUN * RUN  # the same, but now the compiler knows what it is a multiple of
+        down = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        right = gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        rows = gl.minimum(self.sizes.M - i * self.BLOCK_M, self.BLOCK_M)
+        columns = j * self.BLOCK_N + right < N
+        each = down * N + right
+        at = gl.cast(i * self.BLOCK_M, gl.int64) * N + j * self.BLOCK_N
+        for row in range(0, rows, RUNS * ROWS):
+            runs = ()
+            for r in gl.static_range(RUNS):
+                inside = (row + r * ROWS + down < rows) & columns
+                runs = runs + (gl.load(self.source + (at + r * ROWS * N) + each, mask=inside),)
+            for r in gl.static_range(RUNS):
+                inside = (row + r * ROWS + down < rows) & columns
+                gl.store(self.out + (at + r * ROWS * N) + each, runs[r], mask=inside)
+            at += RUNS * ROWS * N
+
 
 # --------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
-def _load(a, b, inbox, order, ring, signals):
+def _load(a, b, inbox, landed, order, ring, signals):
     count = order.count()
     step = 0
     for t in range(order.first(), order.end(), gl.num_programs(0)):
@@ -122,17 +192,21 @@ def _load(a, b, inbox, order, ring, signals):
             if d == 0:
                 for p in range(order.SIZE - 1):
                     pl.wait(signals.ptr + p * count + place, signals.epoch, signals.world)
-                    ring.load_partial(step, inbox, (p * count + place) * ring.BLOCK_M)
+                    ring.load_halves(step, inbox, (p * count + place) * ring.BLOCK_M, 0)
                     step += 2
             ring.lend(step)
             step += 1
+    if landed is not None:
+        index, i, j = order.other(order.last())
+        if index < order.num_m * order.num_n:
+            pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
+            ring.load_halves(step, landed, i * ring.BLOCK_M, j * ring.BLOCK_N)
 
 
 @gluon.jit
-def _store(out, inboxes, outs, order, ring, outbox, signals):
+def _store(out, inboxes, outs, landed, order, ring, outbox, signals):
     SIZE: gl.constexpr = order.SIZE
     count = order.count()
-    done_ptr = signals.ptr + (SIZE - 1) * count
     step = 0
     n = 0
     for t in range(order.first(), order.end(), gl.num_programs(0)):
@@ -155,20 +229,41 @@ def _store(out, inboxes, outs, order, ring, outbox, signals):
                 outbox.sent(step, ring, 1)
             publish(signals.world)
             if d == 0:
-                for r in gl.static_range(SIZE):  # to all: the tile is in their outputs
-                    done = pl.peer(done_ptr, (order.rank + r) % SIZE, signals.world)
-                    gl.atomic_add(done, 1, sem="relaxed", scope="sys")
+                landed_ptr = signals.ptr + order.others() + place * SIZE + order.rank
+                for r in gl.static_range(1, SIZE):  # to the others: the tile has landed there
+                    counter = pl.peer(landed_ptr, (order.rank + r) % SIZE, signals.world)
+                    gl.atomic_add(counter, 1, sem="relaxed", scope="sys")
             else:  # to the owner: the tile is in its inbox
                 counter = pl.peer(signals.ptr + (d - 1) * count + place, (order.rank + d) % SIZE, signals.world)
                 gl.atomic_add(counter, 1, sem="relaxed", scope="sys")
             step += 1
             n += 1
-    # Every tile is here, and every inbox has been read.
-    pl.wait(done_ptr, signals.epoch * (order.num_m * order.num_n), signals.world)
+    if landed is not None:
+        index, i, j = order.other(order.last())
+        if index < order.num_m * order.num_n:
+            for h in gl.static_range(CONSUMERS):
+                ring.await_full(step + h)
+                at = [i * ring.BLOCK_M + h * (ring.BLOCK_M // CONSUMERS), j * ring.BLOCK_N]
+                tma.async_copy_shared_to_global(out, at, ring.half(step + h))
+            tma.store_wait(0)
+
+
+@gluon.jit
+def _land(order, landing, signals):
+    """Wait for the tiles of other ranks, and copy all of this program's but the last."""
+    end = order.others()
+    if landing.source is not None:
+        end = order.last()
+    for u in range(gl.program_id(0), end, gl.num_programs(0)):
+        index, i, j = order.other(u)
+        if index < order.num_m * order.num_n:
+            pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
+            if landing.source is not None:
+                landing.copy(i, j)
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["lag"])
+@gluon.jit(do_not_specialize=["blocks", "lag"])
 def gluon_two_shot_kernel(
     a,  # (M, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
@@ -176,12 +271,16 @@ def gluon_two_shot_kernel(
     # that a rank owns at most, from rank - 1, then from rank - 2, ...
     i1, i2, i3, i4, i5, i6, i7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
     out,  # (M, N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N
-    o1, o2, o3, o4, o5, o6, o7,  # the outputs of the same
-    ready_ptr,  # int32 ((size - 1) * count + 1,) on every rank: [d - 1, p] signalled by rank - d when its part of tile
-    # p is in the inbox; the last counts the tiles that have landed in this rank's output
+    o1, o2, o3, o4, o5, o6, o7,  # where tiles land on ranks rank + 1, rank + 2, ..., as `out`
+    ready_ptr,  # int32 ((size - 1) * count + tiles,) on every rank: [d - 1, p] signalled by rank - d when its part of
+    # tile p is in the inbox; behind those one for each tile, signalled by its owner when it has landed here
+    landed,  # (M, N) where tiles land on this rank, as `out`; None where that is its output
+    source,  # the same as a pointer, or None
+    copied,  # `out` as a pointer, or None
     bias,  # (N,) this rank's, or None
     scales,  # scales.Scales of this rank's product, or None
     sizes,  # Sizes
+    blocks,  # tiles of the output in a column and in a row: computed here, they would be in registers for good
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
     constants,  # Constants
@@ -191,8 +290,7 @@ def gluon_two_shot_kernel(
     epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, out, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
-    num_m = gl.cdiv(sizes.M, ring.BLOCK_M)
-    num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
+    num_m, num_n = blocks
     turns = gl.cdiv(num_m * num_n, world.size) * world.size
     order = Order(gl.cast(world.rank, gl.int32), num_m, num_n, lag, turns, world.size, constants.GROUP)
     applied = None
@@ -202,15 +300,17 @@ def gluon_two_shot_kernel(
     signals = Signals(ready_ptr, epoch, world)
     inboxes = Peers((i1, i2, i3, i4, i5, i6, i7), world.size)
     outs = Peers((o1, o2, o3, o4, o5, o6, o7), world.size)
+    landing = Landing(source, copied, sizes, ring.BLOCK_M, ring.BLOCK_N)
     gl.warp_specialize(
         [
             (consume_all, (0, order, ring, outbox, finish, world.size - 1)),
             (consume_all, (1, order, ring, outbox, finish, world.size - 1)),
-            (_load, (a, b, inbox, order, ring, signals)),
-            (_store, (out, inboxes, outs, order, ring, outbox, signals)),
+            (_load, (a, b, inbox, landed, order, ring, signals)),
+            (_store, (out, inboxes, outs, landed, order, ring, outbox, signals)),
+            (_land, (order, landing, signals)),
         ],
-        [num_warps, 1, 1],
-        REGISTERS,
+        [num_warps, 1, 1, COPYING],
+        LANDING,
     )
 
 
@@ -221,43 +321,54 @@ def two_shot_launch(
     world: World,
     a: torch.Tensor,
     b: torch.Tensor,
-    out: SymmetricTensor,
+    out: torch.Tensor,
+    landed: SymmetricTensor,
     tiles: Tiles,
     lag: int,
     epilogue: Epilogue = "none",
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, bias, scale_a, scale_b) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the
-    sum over ranks of `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what
+    """launch(a, b, out, bias, scale_a, scale_b) -> out, for tensors of the same facts as these. `out` (M, N) = the sum
+    over ranks of `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what
     `settings` returned. bf16 or fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90.
+    landed: as `out`, where other ranks store their tiles: `out` itself, or memory from where they are copied.
     Collective."""
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, out.dtype
-    tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    blocks = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    tiles_of_all = math.prod(blocks)
     programs = num_programs(world, tiles_of_all)
     places = max(size - 1, 1) * triton.cdiv(tiles_of_all, size)
 
     def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         inbox = empty(places * tiles.block_m, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
-        return inbox, signals(places + 1, name=f"{CALL}.gluon.ready", world=world)
+        return inbox, signals(places + tiles_of_all, name=f"{CALL}.gluon.ready", world=world)
 
     inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
-    inboxes, outs = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, out))
-    passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, b, epilogue))
-    result, scales_of = out.plain(), passing(scale_a, scale_b)
+    inboxes, (here, *there) = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, landed))
+    passed = (Sizes(M, N, K), blocks, lag, world.device, kernel_constants(tiles, b, epilogue))
+    in_place, scales_of = out is landed, passing(scale_a, scale_b)
+    source, copied = (None, None) if in_place else (landed.plain(), here)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
+    lent = [tiles_of_a, tiles_of_b] if in_place else [tiles_of_a, tiles_of_b, descriptor(out, half_block(tiles))]
+    tiles_of_out = here if in_place else lent[2]
 
     start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), num_warps=CONSUMER_WARPS)
 
     def launch(
-        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None,
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
         scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        tiles_of_a.base, tiles_of_b.base = a, b
+        for tensor, each in zip((a, b, out), lent):
+            each.base = tensor
         try:
-            start(tiles_of_a, tiles_of_b, *inboxes, *outs, ready, bias, scales_of(scale_a, scale_b), *passed)
+            start(
+                tiles_of_a, tiles_of_b, *inboxes, tiles_of_out, *there, ready, copied, source,
+                None if in_place else out, bias, scales_of(scale_a, scale_b), *passed,
+            )  # fmt: skip
         finally:
-            tiles_of_a.base = tiles_of_b.base = None
-        return result
+            for each in lent:
+                each.base = None
+        return out
 
     return launch

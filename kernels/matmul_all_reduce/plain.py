@@ -240,24 +240,17 @@ def _lcsc(call: Call) -> Launch:
 def _gluon(call: Call) -> Launch:
     from .gluon import two_shot_launch
 
-    world, result, in_place, name = call.world, call["out"], unfused.in_place(call), f"{CALL}.result"
-    if not in_place:  # where peers store the finished tiles of an output that they cannot reach
-        (M, N), dtype = call.shape, result.dtype
-        result = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
+    world, out, landed, name = call.world, call["out"], call["out"], f"{CALL}.landed"
+    if not unfused.in_place(call):  # where peers store the finished tiles of an output that they cannot reach
+        (M, N), dtype = call.shape, out.dtype
+        landed = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
     settings = (call[name] for name in ("tiles", "lag", "epilogue"))
     scales = (call.tensors.get(name) for name in ("scale_a", "scale_b"))
-    two_shot = two_shot_launch(world, call["a"], call["b"], result, *settings, *scales)
+    return two_shot_launch(world, call["a"], call["b"], out, landed, *settings, *scales)
 
-    def launch(
-        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        found = two_shot(a, b, bias, scale_a, scale_b)
-        if not in_place:
-            out.detach().copy_(found)  # as a kernel stores: also into what is trained
-        return out
 
-    return launch
+def _fitted(call: Call) -> Launch:
+    return products.fitted(_gluon, out=not unfused.in_place(call))(call)
 
 
 def _settled(call: Call) -> dict[str, Any]:
@@ -282,7 +275,7 @@ def backward(call: Recorded) -> Gradients:
 
 MOVES = "2 (W - 1) / W |C|"
 GLUON = Form(
-    products.whole_runs(products.fitted(_gluon, out=False)),
+    products.whole_runs(_fitted),
     "as lcsc, in specialised warps; a tile's owner stores it on every rank", MOVES,
     settings={"tiles": None, "lag": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
     space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True, outruns=("lcsc",),

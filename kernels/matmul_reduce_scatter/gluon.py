@@ -138,7 +138,7 @@ def _load(a, b, inbox, m, order, ring, signals):
         if d == 0:
             for p in range(order.SIZE - 1):
                 pl.wait(signals.ptr + order.counter(p, index), signals.epoch, signals.world)
-                ring.load_partial(step, inbox, order.place(p, index) * ring.BLOCK_M)
+                ring.load_halves(step, inbox, order.place(p, index) * ring.BLOCK_M, 0)
                 step += 2
         ring.lend(step)
         step += 1

@@ -191,14 +191,15 @@ class Ring:
             tma.async_copy_global_to_shared(b, [k, col], self.full.index(slot), self.b_slot(slot))
 
     @gluon.jit
-    def load_partial(self, step, partials, row):
-        """Fill the slots of this step and the next with the halves of a tile of partial sums, which begins at `row`."""
+    def load_halves(self, step, tensor, row, col):
+        """Fill the slots of this step and the next with the halves of a finished tile or of partial sums, which begins
+        at (row, col)."""
         ROWS: gl.constexpr = self.BLOCK_M // CONSUMERS
         for h in gl.static_range(CONSUMERS):
             slot = self.acquire(step + h)
             mbarrier.expect(self.full.index(slot), ROWS * self.BLOCK_N * itemsize(self.DTYPE))
-            at = [row + h * ROWS, 0]
-            tma.async_copy_global_to_shared(partials, at, self.full.index(slot), self.half(step + h))
+            at = [row + h * ROWS, col]
+            tma.async_copy_global_to_shared(tensor, at, self.full.index(slot), self.half(step + h))
 
     @gluon.jit
     def lend(self, step):
@@ -207,7 +208,7 @@ class Ring:
 
     @gluon.jit
     def add_partial(self, step, half, CONSUMER: gl.constexpr):
-        """Half a tile, fp32, plus the consumer's half of what `load_partial` has put into the slots of this step and
+        """Half a tile, fp32, plus the consumer's half of what `load_halves` has put into the slots of this step and
         the next, which are then free. Each consumer waits for both: a barrier that one had not waited for could be two
         phases on."""
         for h in gl.static_range(CONSUMERS):

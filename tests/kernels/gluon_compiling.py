@@ -224,13 +224,15 @@ def scatter(
 
 def reduce(
     world: World, M: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
-    tiles: Tiles | None = None, lag: int | None = None, each: str | None = None, **options: Any,
+    tiles: Tiles | None = None, lag: int | None = None, each: str | None = None, in_place: bool = False, **options: Any,
 ) -> Compiled:  # fmt: skip
+    """in_place: peers can reach the output."""
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
     tiles = tiles or (NARROW8 if dtype == FP8 else None)
     settings, of = reduce_rules.settings(M, N, K, world, tiles, lag, dtype), scales(M, N, dtype, each)
-    out = Symmetric(M, N, dtype=result_dtype(dtype))
-    two_shot.two_shot_launch(world, a, b, out, *settings, **options, **of)(a, b, added, *of.values())
+    landed = Symmetric(M, N, dtype=result_dtype(dtype))
+    out = landed if in_place else torch.empty_like(landed.tensor)
+    two_shot.two_shot_launch(world, a, b, out, landed, *settings, **options, **of)(a, b, out, added, *of.values())
     return world.kernels[-1]
 
 

@@ -166,13 +166,15 @@ class Pointer:
 
 
 class Vector:
-    """A tensor in memory that is read element by element."""
+    """A pointer into a tensor in memory that is read and written element by element."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.data = data
+    def __init__(self, data: np.ndarray, offset: int = 0) -> None:
+        self.data, self.offset = data, offset
 
-    def __add__(self, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.data, offsets
+    def __add__(self, offsets: Any) -> Vector | tuple[np.ndarray, np.ndarray]:
+        if isinstance(offsets, int):
+            return Vector(self.data, self.offset + offsets)
+        return self.data, self.offset + offsets
 
 
 def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
@@ -181,6 +183,11 @@ def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
     data, offsets = pointers
     assert (offsets[mask] < len(data)).all()
     return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))
+
+
+def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray) -> None:
+    data, offsets = pointers
+    data[offsets[mask]] = values.data[mask]
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
@@ -312,7 +319,8 @@ class Machine:
             cast=lambda x, dtype: int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
             NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
-            SliceLayout=lambda *_: None, arange=lambda begin, end, layout: np.arange(begin, end), load=_load,
+            SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+            arange=lambda begin, end, layout: np.arange(begin, end), load=_load, store=_put,
             allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
         )  # fmt: skip
         tl = SimpleNamespace(where=_where, exp=lambda tile: 0.0)  # so that silu(x) is x, exactly

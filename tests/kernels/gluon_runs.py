@@ -266,32 +266,40 @@ def run_parcels(*args: int, **options: Any) -> None:
 # ----------------------------------------------------------------------------------------------- matmul_all_reduce
 def run_two_shot(
     size: int, M: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
-    transposed: bool = False, finish: bool = False, lag: int = 1,
+    transposed: bool = False, finish: bool = False, lag: int = 1, copied: bool = False,
 ) -> None:  # fmt: skip
     """The sum over ranks of (M, K) by (K, N). Each rank has one output for all launches, which is checked as it is when
-    the rank's next launch begins."""
+    the rank's next launch begins. copied: peers cannot reach the outputs, one for each launch."""
     machine, functions = ready(two_shot, size, programs, seed, broken)
+    functions["RUN"] = 2  # tiles are small here
     rng = np.random.default_rng(seed)
-    count = cdiv(cdiv(M, BM) * cdiv(N, BN), size)
+    tiles = cdiv(M, BM) * cdiv(N, BN)
+    count = cdiv(tiles, size)
     inbox = [poison((size - 1) * count * BM, BN) for _ in range(size)]
-    outs = [poison(M, N) for _ in range(size)]
-    counters = [np.zeros((size - 1) * count + 1, np.int64) for _ in range(size)]
+    landed = [poison(M, N) for _ in range(size)]
+    outs = [[poison(M, N) if copied else landed[rank] for _ in range(launches)] for rank in range(size)]
+    counters = [np.zeros((size - 1) * count + tiles, np.int64) for _ in range(size)]
     a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     found: list[list[np.ndarray]] = [[] for _ in range(size)]
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
-        boxes, results = ([Descriptor(x[(rank + d) % size], *HALF) for d in range(size)] for x in (inbox, outs))
+        boxes, results = ([Descriptor(x[(rank + d) % size], *HALF) for d in range(size)] for x in (inbox, landed))
+        moved = [None] * 3
+        if copied:
+            moved = [results[0], *(Vector(x.reshape(-1)) for x in (landed[rank], outs[rank][e]))]
+            results[0] = Descriptor(outs[rank][e], *HALF)
         unused = [None] * (8 - size)
         arguments = (
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), *boxes, *unused, *results, *unused,
-            Pointer(counters, rank), bias(N, finish), None,
-            warps.Sizes(M, N, K), min(lag, count), world(rank, size, e), constants(3, transposed, finish), 4,
+            Pointer(counters, rank), *moved, bias(N, finish), None,
+            warps.Sizes(M, N, K), (cdiv(M, BM), cdiv(N, BN)), min(lag, count), world(rank, size, e),
+            constants(3, transposed, finish), 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
-            if len(found[rank]) < e:
-                found[rank].append(outs[rank].copy())
+            if len(found[rank]) < e and not copied:
+                found[rank].append(landed[rank].copy())
             functions["gluon_two_shot_kernel"](*arguments)
 
         return body
@@ -300,4 +308,9 @@ def run_two_shot(
     for e in range(launches):
         exact = sum(a[r][e] @ b[r][e] for r in range(size))
         for rank in range(size):
-            assert_exact([*found[rank], outs[rank]][e], exact, finish)
+            assert_exact(outs[rank][e] if copied else [*found[rank], landed[rank]][e], exact, finish)
+
+
+def run_landed(*args: int, **options: Any) -> None:
+    """run_two_shot with outputs that peers cannot reach."""
+    run_two_shot(*args, copied=True, **options)

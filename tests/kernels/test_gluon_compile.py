@@ -192,7 +192,7 @@ def comes_after(lines, i, words):
     return True
 
 
-@pytest.mark.parametrize(("call", "signals"), [(product, 6), (scatter, 1), (reduce, 5)])
+@pytest.mark.parametrize(("call", "signals"), [(product, 6), (scatter, 1), (reduce, 4)])
 def test_data_land_before_the_signal(compiling, call, signals):
     """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""
     lines = [line.strip() for line in call(compiling(2), 1024, 1024, 1024).ptx.splitlines()]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .gluon_runs import SIZES, run_inbox, run_push, run_two_shot
+from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_two_shot
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 PLANS = [
@@ -73,6 +73,7 @@ def test_two_shot(size, M, N, K, lag):
     """Also with fewer tiles than ranks."""
     for seed in range(4):
         run_two_shot(size, M, N, K, 1 + seed, seed, lag=lag)
+        run_landed(size, M, N // 2 * 2, K, 1 + seed, seed, lag=lag)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them
@@ -130,3 +131,4 @@ def test_swiglu(plan):
 def test_on_eight_ranks():
     run_inbox(8, 8, 8, 8, 2, 0, launches=2)
     run_two_shot(8, 24, 24, 8, 2, 0, launches=2)
+    run_landed(8, 24, 24, 8, 2, 0, launches=2)

@@ -5,7 +5,17 @@ import sys
 import pytest
 
 from .gluon_machine import Stuck, TooManyArrivals
-from .gluon_runs import BK, Wrong, run_copied, run_inbox, run_parcels, run_push, run_short_push, run_two_shot
+from .gluon_runs import (
+    BK,
+    Wrong,
+    run_copied,
+    run_inbox,
+    run_landed,
+    run_parcels,
+    run_push,
+    run_short_push,
+    run_two_shot,
+)
 
 
 def without(name, *path):
@@ -36,7 +46,7 @@ def goes_wrong(run, seeds, *sizes, **options):
     [without("pl", "wait"), without("ptx", "drain"), without("tma", "store_wait"), without("mbarrier", "wait")],
     ids=["wait", "drain", "store_wait", "mbarrier.wait"],
 )
-@pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot])
+@pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot, run_landed])
 def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
     assert goes_wrong(run, range(6), 3, 16, 16, 16, broken=broken)
 
@@ -78,6 +88,9 @@ def skipping(name, attribute, line, seen):
         (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
         (run_two_shot, "tma", "store_wait", 2),
+        (run_landed, "pl", "wait", 3),
+        (run_landed, "mbarrier", "wait", 9),
+        (run_landed, "gl", "atomic_add", 2),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
@@ -97,5 +110,5 @@ def test_a_signal_before_the_data_is_found():
     def broken(functions):
         functions["publish"] = lambda world: None
 
-    for run in (run_two_shot, run_parcels):
+    for run in (run_two_shot, run_landed, run_parcels):
         assert goes_wrong(run, range(12), 3, 32, 16, 16, broken=broken), run

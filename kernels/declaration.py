@@ -216,13 +216,21 @@ class Call:
         alone: a rank's size may change while the others' stay. They would not ask again, so nobody does: the answer of
         the first call with these other sizes holds.
         """
+        return max(self._everywhere(letter, alone))
+
+    def alike(self, letter: str) -> bool:
+        """Whether all ranks have one size of `letter`, and it is not 0. Collective as `greatest`."""
+        sizes = set(self._everywhere(letter))
+        return len(sizes) == 1 and 0 not in sizes
+
+    def _everywhere(self, letter: str, alone: bool = False) -> Sequence[int]:
         case = (self.name, *(n for name, n in self.sizes.items() if not (alone and name == letter)), self.dtype)
-        known: dict[Any, int] = self.world.lasting.setdefault("pkt.kernels.greatest", {})
+        known: dict[Any, Sequence[int]] = self.world.lasting.setdefault("pkt.kernels.sizes", {})
         if case not in known:
             if self.world.capturing:
                 raise Unsupported.captured(self.world.rank, case)
             what = f"{self.name}: the first call with this {letter}"
-            known[case] = max(self.world.backend.exchange(self.sizes[letter], what))
+            known[case] = self.world.backend.exchange(self.sizes[letter], what)
         return known[case]
 
     def bound(self, shape: str | Shape) -> Shape:

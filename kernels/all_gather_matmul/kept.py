@@ -6,6 +6,9 @@ copy, gluon: the product as in all_gather_matmul, where the copy engines bring A
 unfused: an all-gather, then cuBLAS.
 nodes: as copy, in a world of several nodes, from where all_gather_matmul gathers A.
 
+Ranks may differ in the columns of b, as matmul_reduce_scatter's backward pass needs it: then A is gathered before the
+product, in all ranks alike, because the settings of the others follow from the columns.
+
 The registry does not know this operator: `all_gather_matmul` calls it.
 """
 
@@ -48,7 +51,8 @@ def all_gather_matmul_kept(
     workspace: Workspace | None = None, world: World | None = None,
 ) -> Any:  # fmt: skip
     """(product, A): as `all_gather_matmul`, and A gathered in new memory, W |a| bytes. Where the call is recorded, A is
-    what b's gradient needs; it has no gradient itself. Collective."""
+    what b's gradient needs; it has no gradient itself. Ranks may differ in b's columns: then A is gathered
+    before the product. Collective."""
     return OPERATOR((a, b, out, bias), (shard, mode), world, workspace)
 
 
@@ -102,10 +106,16 @@ def _settled(call: Call) -> dict[str, Any]:
     return {**settled._asdict(), "tiles": tiles}
 
 
+def _fits_copies(call: Call) -> str:
+    """Why the copy engines cannot bring A for a product with the same settings on all ranks, in words; "" where they
+    can."""
+    return host.fits_copies(call) or ("" if call.alike("n") else "ranks with different numbers of columns, or none")
+
+
 def _fits_gluon(call: Call) -> str:
     """Why the Gluon form cannot run a call, in words; "" where it can."""
     call.arguments["epilogue"] = "none"
-    return host.fits_gluon(call) or host.fits_copies(call) or ("" if call.world.size > 1 else "a world of one rank")
+    return host.fits_gluon(call) or ("" if call.world.size > 1 else "a world of one rank") or _fits_copies(call)
 
 
 def _unfused(call: Call) -> Launch:
@@ -139,6 +149,10 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+def _over_nodes(call: Call) -> Launch:
+    return (_keeping(over_nodes.gather_whole, over_nodes.whole) if call.alike("n") else _unfused)(call)
+
+
 def _seconds(form: str, **settings: Any) -> Callable[..., Estimate]:
     """The predicted time of a form of all_gather_matmul with these settings, and of the copy behind it."""
     seconds = host.OPERATOR.forms[form].seconds
@@ -161,7 +175,8 @@ OPERATOR = Operator(
     arguments={"shard": choice("rows", "columns")},
     forms={
         "copy": replace(
-            _forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None, seconds=_seconds("copy"),
+            _forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None, fits=_fits_copies,
+            seconds=_seconds("copy"),
         ),
         "gluon": replace(
             _forms["gluon"], plan=_keeping(_forms["gluon"].plan, _gluon_inbox), several=None, complete=_settled,
@@ -169,14 +184,15 @@ OPERATOR = Operator(
         ),
         "unfused": replace(_forms["unfused"], plan=_unfused, several=None, seconds=_seconds("unfused")),
     },
-    across={"nodes": replace(_nodes, plan=_keeping(over_nodes.gather_whole, over_nodes.whole), several=None)},
-    default=lambda call: "unfused" if host.fits_copies(call) else "copy",
+    across={"nodes": replace(_nodes, plan=_over_nodes, several=None)},
+    default=lambda call: "unfused" if _fits_copies(call) else "copy",
     reference=reference,
     backward=Backward(
         backward,
         "of a `matmul_reduce_scatter`; of b a product",
         saves={"a": ("b",), "b": ("whole",)}, inner=("whole",),
     ),
+    private="n",
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True, like=host.CALL),
 )  # fmt: skip

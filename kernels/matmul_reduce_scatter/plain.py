@@ -32,6 +32,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
 from ..all_gather import all_gather
+from ..all_gather_matmul.kept import all_gather_matmul_kept
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
@@ -295,12 +296,15 @@ def _settled(call: Call) -> dict[str, Any]:
 
 
 def backward(call: Recorded) -> Gradients:
-    """With dC of all rows, gathered once: dC @ b^T and a^T @ dC. all_gather_matmul would hide the gather behind the
-    first product, but the second would need another one; and its ranks must agree in k, which here may differ."""
+    """With dC of all rows, gathered once: dC @ b^T, which hides the gather, and a^T @ dC. A backward pass that is
+    recorded gathers first: what all_gather_matmul_kept gathers has no gradient."""
     found: dict[str, Any] = {}
     if "bias" in call.wanted:
         found["bias"] = call.grad.sum(0)
-    if call.wanted & {"a", "b"}:
+    if call.wanted >= {"a", "b"} and not torch.is_grad_enabled():
+        found["a"], whole = all_gather_matmul_kept(call.grad.contiguous(), call["b"].t(), world=call.world)
+        found |= products.of_weights(call, call["a"], [whole])
+    elif call.wanted & {"a", "b"}:
         found |= products.both(call, all_gather(call.grad, world=call.world))
     return found
 
@@ -356,7 +360,7 @@ OPERATOR = Operator(
     },
     reference=reference,
     backward=Backward(
-        backward, "`all_gather` once, then two products",
+        backward, "`all_gather` once, then two products, the first of which hides it",
         saves={"a": ("b",), "b": ("a",)}, split=products.behind,
     ),
     private="k",

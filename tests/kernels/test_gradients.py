@@ -141,7 +141,8 @@ def test_what_nobody_needs_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None
     def run(world: Any) -> None:
         assert moved(world, "all_gather_matmul", True, False, False) == ["matmul_reduce_scatter"]
         assert moved(world, "all_gather_matmul", False, True, True) == ["all_gather"]
-        assert moved(world, "matmul_reduce_scatter", True, True, True) == ["all_gather"]
+        assert moved(world, "matmul_reduce_scatter", True, True, True) == ["all_gather_matmul_kept", "all_gather"]
+        assert moved(world, "matmul_reduce_scatter", True, False, False) == ["all_gather"]
         assert moved(world, "matmul_all_reduce", True, True, False)[0] == "all_reduce"
         for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
             assert moved(world, name, False, False, True) == []

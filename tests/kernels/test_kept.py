@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import pkt
 from pkt.kernels import gradients
-from pkt.kernels.all_gather_matmul import host
+from pkt.kernels.all_gather_matmul import host, kept
 
 from .gluon_compiling import chosen_by
 from .helpers import on_ranks
@@ -112,3 +113,30 @@ def test_the_default_form_on_gpus(h200s: Any) -> None:
     for rows, taken in ((8, "unfused"), (2048, "gluon")):
         call = partial(pkt.all_gather_matmul, a[:rows], b.requires_grad_(), keep="whole", world=h200s(0, 2))
         assert chosen_by(call)["mode"] == taken
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (8, 5), (8, 0), (0, 0)])
+def test_ranks_may_differ_in_columns(widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of matmul_reduce_scatter, whose backward pass this is, may in k. Then nothing is overlapped."""
+    taken: list[str] = []
+    for mode, form in kept.OPERATOR.forms.items():
+        plan = lambda call, mode=mode, form=form: taken.append(mode) or form.plan(call)  # noqa: E731
+        monkeypatch.setitem(kept.OPERATOR.forms, mode, replace(form, plan=plan))
+
+    def run(world: Any) -> None:
+        generator = torch.Generator().manual_seed(world.rank)
+        k = widths[world.rank]
+        a, b = (torch.randint(-4, 5, shape, generator=generator).float() for shape in ((12, k), (k, 8)))
+        grads = []
+        for recorded in (False, True):
+            x, w = a.clone().requires_grad_(), b.clone().requires_grad_()
+            y = pkt.matmul_reduce_scatter(x, w)
+            grads.append(torch.autograd.grad(y.square().sum(), (x, w), create_graph=recorded))
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other)
+        if widths != (8, 8):
+            with pytest.raises(pkt.Unsupported, match="ranks with different numbers of columns, or none"):
+                kept.all_gather_matmul_kept(torch.zeros(4, 8), torch.zeros(8, k), mode="copy")
+
+    on_ranks(2, run)
+    assert set(taken) == {"copy" if widths == (8, 8) else "unfused"}

@@ -11,6 +11,7 @@ from cuda.bindings import driver as bindings
 from pkt.errors import DriverError
 from pkt.runtime.gpu import driver as gpu_driver
 from pkt.runtime.gpu import nvml
+from pkt.runtime.gpu.cuda import Engines
 from pkt.runtime.gpu.driver import CudaDriver
 
 from .fake_driver import DEFAULTS
@@ -322,6 +323,27 @@ def test_a_stream_is_lent_again_and_never_destroyed(recorded, monkeypatch):
     assert driver.lend_stream(0) == 7
     assert driver.lend_stream(1) == 7  # a stream belongs to a device
     assert recorded.calls == [("cuStreamCreate", (1,))] * 3
+
+
+class _Stream:
+    """As torch's streams on GPUs, of which no weak reference tells the end: here nothing can have one."""
+
+    __slots__ = ("__dict__", "handle")
+
+    def __init__(self, handle, device):
+        self.handle = handle
+
+
+def test_a_stream_is_given_back_with_its_object(recorded, monkeypatch):
+    monkeypatch.setattr(gpu_driver, "_returned", defaultdict(list))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", _Stream)
+    recorded.answers = {"cuStreamCreate": (bindings.CUstream(6),)}
+    engines = Engines(CudaDriver(rank=1), 0)
+    stream = engines.stream()
+    assert (stream.handle, gpu_driver._returned[0]) == (6, [])
+    del stream
+    assert gpu_driver._returned[0] == [6]
 
 
 def test_words_are_written_on_a_stream_of_their_own(recorded, monkeypatch):

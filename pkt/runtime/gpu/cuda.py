@@ -41,6 +41,11 @@ class Recorded:
         self._replay(self._graph, stream)
 
 
+class _Lent:
+    """What tells the end of a stream that has it as an attribute. No weak reference to a stream does: torch's streams
+    do not clear theirs, of which Python dies at its end (torch 2.11)."""
+
+
 class Engines:
     """pkt.runtime.backend.CopyEngines of one GPU."""
 
@@ -59,7 +64,8 @@ class Engines:
     def stream(self) -> torch.cuda.Stream:
         handle = self._driver.lend_stream(self._device)
         found = torch.cuda.ExternalStream(handle, device=self._device)
-        weakref.finalize(found, self._driver.return_stream, self._device, handle).atexit = False
+        lent = vars(found)["pkt.lent"] = _Lent()
+        weakref.finalize(lent, self._driver.return_stream, self._device, handle).atexit = False
         return found
 
     def uncouple(self) -> None:

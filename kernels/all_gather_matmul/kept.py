@@ -108,14 +108,15 @@ def _settled(call: Call) -> dict[str, Any]:
 
 def _fits_copies(call: Call) -> str:
     """Why the copy engines cannot bring A for a product with the same settings on all ranks, in words; "" where they
-    can."""
-    return host.fits_copies(call) or ("" if call.alike("n") else "ranks with different numbers of columns, or none")
+    can. Collective as `Call.alike`."""
+    return host.fits_copies(call) if call.alike("n") else "ranks with different numbers of columns, or none"
 
 
 def _fits_gluon(call: Call) -> str:
-    """Why the Gluon form cannot run a call, in words; "" where it can."""
+    """Why the Gluon form cannot run a call, in words; "" where it can. Collective as `Call.alike`, which comes first: a
+    rank's own columns must not keep it from telling them."""
     call.arguments["epilogue"] = "none"
-    return host.fits_gluon(call) or ("" if call.world.size > 1 else "a world of one rank") or _fits_copies(call)
+    return _fits_copies(call) or host.fits_gluon(call) or ("" if call.world.size > 1 else "a world of one rank")
 
 
 def _unfused(call: Call) -> Launch:

@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of("kernels/all_gather_matmul/kept.py", "tests/kernels/test_kept.py -k 'default_form or differ'",
         ("a gather that is kept has measurements of its own", "columns=True, like=host.CALL)", "columns=True)"),
         ("copies overlap products with different columns",
-         """return host.fits_copies(call) or ("" if call.alike("n") else """, """return host.fits_copies(call) or ("" if True else """),
+         """host.fits_copies(call) if call.alike("n") else""", """host.fits_copies(call) if True else"""),
     ),
     *of("kernels/matmul_reduce_scatter/plain.py", "tests/kernels/test_gradients.py -k of_a_block",
         ("a recorded backward pass keeps what has no gradient", " and not torch.is_grad_enabled()", ""),

@@ -26,7 +26,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
 from ..all_gather import all_gather
-from ..declaration import Call, Launch, Operand, Tuning, choice
+from ..declaration import Call, Case, Launch, Operand, Tuning, choice
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import product_rules, products
@@ -196,5 +196,6 @@ OPERATOR = Operator(
     private="n",
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True, like=host.CALL),
+    cases=(Case(host.SIZES),),
 )  # fmt: skip
 host.take_kept(product)

@@ -51,8 +51,8 @@ def all_gather_matmul_kept(
     workspace: Workspace | None = None, world: World | None = None,
 ) -> Any:  # fmt: skip
     """(product, A): as `all_gather_matmul`, and A gathered in new memory, W |a| bytes. Where the call is recorded, A is
-    what b's gradient needs; it has no gradient itself. Ranks may differ in b's columns: then A is gathered
-    before the product. Collective."""
+    what b's gradient needs; it has no gradient itself. Ranks may differ in b's columns, and then A is
+    gathered before the product; if one comes with a new number of them, all do. Collective."""
     return OPERATOR((a, b, out, bias), (shard, mode), world, workspace)
 
 

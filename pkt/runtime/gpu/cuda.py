@@ -42,8 +42,8 @@ class Recorded:
 
 
 class _Lent:
-    """What tells the end of a stream that has it as an attribute. No weak reference to a stream does: torch's streams
-    do not clear theirs, of which Python dies at its end (torch 2.11)."""
+    """An attribute of a stream that ends with it. A weak reference to the stream itself would not tell: torch's streams
+    do not clear those, and Python crashes at its end when it finds one (torch 2.11)."""
 
 
 class Engines:

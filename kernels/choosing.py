@@ -185,8 +185,8 @@ class Choosing(Declared):
 
     def forecast(self, key: Mapping[str, Any], gpu: Gpu) -> Forecast:
         """The forms for such a case, with their predicted seconds."""
-        assert self.tuning is not None, f"{self.name} is not tuned"
-        return forecast(self.tuning.like or self.name, self.forms, key, gpu)
+        like = self.tuning.like if self.tuning else ""
+        return forecast(like or self.name, self.forms, key, gpu)
 
     def choose(self, key: Mapping[str, Any], gpu: Gpu | None = None) -> dict[str, Any]:
         """The form, as `mode`, and the settings that the operator takes for such a case by its own rule, where the

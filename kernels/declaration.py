@@ -141,7 +141,7 @@ class Tuning(NamedTuple):
     short: its short name, as "ag_gemm". sent: least bytes that leave a GPU, for a key with dtype and size. shared: the
     letters m, n and k of the whole product (m, k) @ (k, n) that the ranks share. columns: its argument `shard` may be
     "columns", with which the ranks share k, and not m. Only the others are searched, and looked up in tables. like: the
-    operator whose measurements say how far its predicted times are right; "": its own.
+    operator by whose measurements its predicted times are corrected; "": by its own.
     """
 
     short: str

@@ -6,8 +6,8 @@ copy, gluon: the product as in all_gather_matmul, where the copy engines bring A
 unfused: an all-gather, then cuBLAS.
 nodes: as copy, in a world of several nodes, from where all_gather_matmul gathers A.
 
-Ranks may differ in the columns of b, as matmul_reduce_scatter's backward pass needs it: then A is gathered before the
-product, in all ranks alike, because the settings of the others follow from the columns.
+Ranks may differ in the columns of b, because matmul_reduce_scatter's may differ in k, and this is its backward pass.
+Then all ranks gather A before the product: the settings of the other forms follow from the columns.
 
 The registry does not know this operator: `all_gather_matmul` calls it.
 """
@@ -113,8 +113,8 @@ def _fits_copies(call: Call) -> str:
 
 
 def _fits_gluon(call: Call) -> str:
-    """Why the Gluon form cannot run a call, in words; "" where it can. Collective as `Call.alike`, which comes first: a
-    rank's own columns must not keep it from telling them."""
+    """Why the Gluon form cannot run a call, in words; "" where it can. Collective: every rank takes part
+    in `Call.alike`, so it comes before what a rank's own columns decide."""
     call.arguments["epilogue"] = "none"
     return _fits_copies(call) or host.fits_gluon(call) or ("" if call.world.size > 1 else "a world of one rank")
 

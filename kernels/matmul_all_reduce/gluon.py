@@ -65,13 +65,13 @@ from ..shared.tile_product import Epilogue, Tiles
 from .rules import CALL
 
 COPYING = gl.constexpr(2)
-"""Warps that copy tiles beside the consumers: those that are left of the storer's and the loader's warpgroup."""
+"""Warps that copy tiles: with the loader and the storer they make a warpgroup."""
 LANDING = gl.constexpr([*REGISTERS.value, 64])
-"""As REGISTERS, and of a thread of theirs."""
+"""Registers as in REGISTERS, and those of a thread that copies."""
 RUN = gl.constexpr(8)
 """Elements that a thread copies at once."""
 RUNS = gl.constexpr(4)
-"""And how often before it waits for them: it has few registers."""
+"""Runs that a thread loads before it stores them: twice as many do not fit in its registers."""
 
 
 # --------------------------------------------------------------------------------------------------------- order
@@ -128,8 +128,8 @@ class Order:
 
     @gluon.jit
     def other(self, u):
-        """The u-th tile of other ranks, about as they are finished: (index, row block, column). The index is past all
-        tiles where there is no such tile."""
+        """The u-th tile of other ranks, in about the order in which they finish: (index, row block, column). If there
+        is no such tile, the index is past the last tile's."""
         PEERS: gl.constexpr = max(self.SIZE - 1, 1)
         index = u // PEERS * self.SIZE + (self.rank + 1 + u % PEERS) % self.SIZE
         index = gl.where(u < self.others(), index, self.num_m * self.num_n)
@@ -145,7 +145,8 @@ class Order:
 
 @aggregate
 class Landing:
-    """Where the tiles of other ranks land, and where they go from there; nowhere if source is None."""
+    """Where tiles of other ranks land, and the output that they are copied to. Both are None where tiles land in the
+    output itself."""
 
     source: gl.tensor  # pointer, (M, N) this rank's
     out: gl.tensor  # pointer, (M, N) this rank's
@@ -155,8 +156,9 @@ class Landing:
 
     @gluon.jit
     def copy(self, i, j):
-        """A tile, by all warps of the caller. Neither side of it stays in L2, which the operands need: 16384 x 16384
-        with K = 4096 takes 3.62 to 3.75 ms on 4 H100, and 4.16 to 4.26 where both stay."""
+        """Copy a tile with all warps of the caller. Its lines leave L2 first, because the operands need the room: 16384
+        x 16384 with K = 4096 takes 3.62 and 3.75 ms on 4 H100, and 4.16 and 4.26 without that
+        (matmul_all_reduce_landing_h100_4.json)."""
         WARPS: gl.constexpr = gl.num_warps()
         LANES: gl.constexpr = min(self.BLOCK_N // RUN, 32)
         ROWS: gl.constexpr = min(WARPS * (32 // LANES), self.BLOCK_M)
@@ -285,7 +287,7 @@ def gluon_two_shot_kernel(
     bias,  # (N,) this rank's, or None
     scales,  # scales.Scales of this rank's product, or None
     sizes,  # Sizes
-    blocks,  # tiles of the output in a column and in a row: computed here, they would be in registers for good
+    blocks,  # tiles of the output, in a column and in a row: made here, they would hold registers in every role
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
     constants,  # Constants

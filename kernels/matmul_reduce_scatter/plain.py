@@ -208,8 +208,8 @@ def matmul_reduce_scatter(
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
     a: (size * m, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
-        If one rank comes with a new k, all do. Where mode, tiles and lag are given, a rank may do so alone, if not
-        both a and b require grad.
+        If one rank comes with a new k, all do. A rank may do so alone where mode, tiles and lag are given, and a or b
+        requires no grad.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
     out: (m, N) of a's dtype; shares no memory with the operands. A new tensor where None.
     bias: (N,) of a's dtype. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu". The

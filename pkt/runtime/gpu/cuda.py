@@ -42,8 +42,8 @@ class Recorded:
 
 
 class _Lent:
-    """An attribute of a stream that ends with it. A weak reference to the stream itself would not tell: torch's streams
-    do not clear those, and Python crashes at its end when it finds one (torch 2.11)."""
+    """An attribute of a stream, which ends with the stream. A weak reference to the stream itself is of no use: torch
+    2.11 never clears it, and Python crashes at exit when it collects it."""
 
 
 class Engines:

@@ -51,6 +51,7 @@ class Engines:
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
+        self.allocation = driver.allocation  # itself, as it is asked for each tensor of a call
 
     def copy(
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
@@ -70,9 +71,6 @@ class Engines:
 
     def uncouple(self) -> None:
         self._driver.uncouple(self._current())
-
-    def allocation(self, address: int) -> int | None:
-        return self._driver.allocation(address)
 
     def record(self, run: Callable[[], Any]) -> Recorded:
         return Recorded(self._driver, self._driver.record(run))

@@ -71,6 +71,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
         return launch
     engines = world.backend.copies
     assert engines is not None, "only GPUs have streams"
+    allocation_of = engines.allocation
     heap = range(world.backend.base, world.backend.base + world.backend.capacity)
     graphs: dict[Key, _Graph] = {}
     counted: dict[Key, int] = {}
@@ -118,7 +119,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
             at = 0 if tensor is None else tensor.data_ptr()
             found.append(at)
             if at and at not in heap:
-                allocation = engines.allocation(at)
+                allocation = allocation_of(at)
                 if allocation is None:
                     return launch(*tensors)
                 found.append(allocation)

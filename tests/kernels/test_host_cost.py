@@ -17,12 +17,8 @@ from tests.runtime.eager_worlds import Rank, eager_worlds
 
 WARM = 4  # calls until all is planned and recorded
 MOST = 35
-MORE = {
-    "ring_attention, copy": 56, "ring_attention, parts": 154, "ring_attention_backward, parts": 389,
-    "all_gather_grouped_matmul, unfused": 68,
-}  # fmt: skip
-"""Forms that queue many copies and are not replayed, or of torch's attention to each rank's keys; and eight launches
-that are replayed as one, for which each of twelve addresses is looked up."""
+MORE = {"ring_attention, parts": 154, "ring_attention_backward, parts": 389}
+"""Forms that queue many copies and torch's attention to each rank's keys, and are not replayed."""
 
 
 def costs(rank: Rank) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Worlds called as on GPUs, on the fake driver: with streams, and with kernels that the driver counts.
 
 A kernel does nothing but what `kernels` says, by its name. What is queued is done at once, on whatever stream, unless a
-graph is recorded. So the ranks may be called one after the other where no kernel waits for a peer.
+graph is recorded. So the ranks may be called one after the other where no kernel waits for a peer. An operator's new
+tensors take memory that earlier ones have left, as torch's do on GPUs, so that a call comes again with its addresses.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -127,13 +128,36 @@ def eager_worlds(
     operators()  # loads them
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            for made, by in (("cooperative_launch", launched), ("beside_launch", beside)):
+            for made, by in (("cooperative_launch", launched), ("beside_launch", beside), ("making", recycling)):
                 if name.startswith("pkt.") and hasattr(module, made):
                     stack.enter_context(mock.patch.object(module, made, by))
         stack.enter_context(mock.patch.object(copies.Side, "__init__", on_a_side))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", current))
         stack.enter_context(mock.patch.object(replay, "KNOWN", True))
         return open_worlds(size, opened, heap)[0]
+
+
+Of = Sequence[tuple[Sequence[int], torch.dtype]]
+
+
+def recycling(of: Of, device: torch.device) -> Callable[[], list[torch.Tensor]]:
+    """`pkt.kernels.declaration.making`, in memory of tensors that nobody has any more, where there is some."""
+    blocks: list[list[torch.Tensor]] = [[] for _ in of]
+
+    def free(block: torch.Tensor) -> bool:
+        return torch._C._storage_Use_Count(block.untyped_storage()._cdata) == 2  # by `block`, and by this question
+
+    def make() -> list[torch.Tensor]:
+        found = []
+        for (shape, dtype), before in zip(of, blocks):
+            block = next(filter(free, before), None)
+            if block is None:
+                block = torch.empty(tuple(shape), dtype=dtype, device=device)
+                before.append(block)
+            found.append(block.detach())
+        return found
+
+    return make
 
 
 def _nothing() -> None:

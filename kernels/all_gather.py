@@ -33,6 +33,7 @@ from .operator import Operator
 from .shared import copies, flagged, inbox, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
+from .shared.replays import in_one_call
 
 COPIED_BYTES = 256 << 20
 """Least `out` for which mode None takes copy. On 4 x H200 it takes 4.15 ms for 2 GiB, push 4.59; for 128 MiB
@@ -192,7 +193,7 @@ OPERATOR = Operator(
             symmetric=("x",), **BLOCKED,
         ),
         "copy": Form(
-            copies.in_one_call(_by_copy_engines), "push by the copy engines", "(W - 1) |x|", symmetric=("out",)
+            in_one_call(_by_copy_engines), "push by the copy engines", "(W - 1) |x|", symmetric=("out",)
         ),
         "inbox": Form(
             _through_inboxes, "store into every rank's inbox, and take from mine", "(W - 1) |x|", **BLOCKED

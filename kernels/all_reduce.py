@@ -42,11 +42,12 @@ from .declaration import Call, Case, Form, Launch, Operand, choice, integer
 from .declaration import block as block_size
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
-from .shared import copies, copy_reduce, flagged, inbox, nodes, nodes_rules
+from .shared import copy_reduce, flagged, inbox, nodes, nodes_rules
 from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, barrier_counters, copy_block, resident_launch
 from .shared.inbox import await_sent, in_inbox
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
+from .shared.replays import in_one_call
 
 TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 17.1, 83 and 1143 us for 1,
@@ -369,7 +370,7 @@ OPERATOR = Operator(
             **BLOCKED,
         ),
         "copy": Form(
-            copies.in_one_call(_with_the_rest(_by_copy_engines)), "the same, by the copy engines", MOVES,
+            in_one_call(_with_the_rest(_by_copy_engines)), "the same, by the copy engines", MOVES,
             symmetric=("out",), **copy_reduce.CHUNKED,
         ),
         "multimem": Form(

@@ -39,6 +39,7 @@ from .operator import Operator
 from .shared import copies, flagged, inbox, nodes, nodes_rules, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
+from .shared.replays import in_one_call
 
 COPIED_BYTES = 256 << 20
 """Least x for which mode None takes copy. On 4 x H200 it takes 1.06 ms for 512 MiB and 4.14 for 2 GiB, push 1.14 and
@@ -183,7 +184,7 @@ OPERATOR = Operator(
     forms={
         "push": Form(_through_registers(True), "store into the ranks", MOVES, symmetric=("out",), **BLOCKED),
         "pull": Form(_through_registers(False), "load from them", MOVES, symmetric=("x",), **BLOCKED),
-        "copy": Form(copies.in_one_call(_by_copy_engines), "push by the copy engines", MOVES, symmetric=("out",)),
+        "copy": Form(in_one_call(_by_copy_engines), "push by the copy engines", MOVES, symmetric=("out",)),
         "inbox": Form(_through_inboxes, "store into the ranks' inboxes, and take from mine", MOVES, **BLOCKED),
         "low_latency": Form(
             _in_flagged_words, "its part in words of data and flag to every rank, no barrier", f"4 / 3 {MOVES}",

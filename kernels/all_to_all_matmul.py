@@ -34,6 +34,7 @@ from .shared import heads, products
 from .shared.checks import FLOATS
 from .shared.grid import num_programs
 from .shared.heads import Matrix
+from .shared.replays import with_product
 from .shared.tile_product import (
     Tiles,
     accumulate,
@@ -241,7 +242,7 @@ def _unfused(call: Call) -> Launch:
             found.add_(plain(bias))
         return out
 
-    return heads.again(call, launch)
+    return with_product(call, launch)
 
 
 def backward(call: Recorded) -> Gradients:

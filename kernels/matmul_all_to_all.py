@@ -36,6 +36,7 @@ from .shared import heads, products, rms_norm, rotary
 from .shared.checks import FLOATS, check_tensor
 from .shared.grid import COPY_BYTES, num_programs
 from .shared.heads import Matrix
+from .shared.replays import with_product
 from .shared.rotary import turn_kernel, turned
 from .shared.tile_product import Tiles, accumulate, default_tiles, finish, stack, store_tile, weights
 from .shared.unfused import multiply, plain
@@ -361,7 +362,7 @@ def _unfused(call: Call) -> Launch:
         move(whole, out)
         return out
 
-    return heads.again(call, launch)
+    return with_product(call, launch)
 
 
 def backward(call: Recorded) -> Gradients:

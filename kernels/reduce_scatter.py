@@ -33,6 +33,7 @@ from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 from .shared.inbox import await_sent, in_inbox, parcels, send_tiles
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
+from .shared.replays import in_one_call
 
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy on more than two ranks, and four times as much on two. On 4 x H200 it takes
@@ -184,7 +185,7 @@ OPERATOR = Operator(
         "push": Form(_push, "add what the ranks store, in a fixed order", MOVES, **BLOCKED),
         "pull": Form(_pull, "load its part from every rank", MOVES, symmetric=("x",), **BLOCKED),
         "copy": Form(
-            copies.in_one_call(_by_copy_engines), "add what their copy engines bring, in a fixed order", MOVES,
+            in_one_call(_by_copy_engines), "add what their copy engines bring, in a fixed order", MOVES,
             **copy_reduce.CHUNKED,
         ),
         "low_latency": Form(

@@ -25,13 +25,12 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import cooperative_launch
-from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from .. import grouped_matmul as grouped
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer, making
+from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer
 from ..dispatch.host import some_experts
 from ..gradients import Backward, Gradients, Recorded
 from ..grouped_outer import grouped_outer
@@ -39,6 +38,7 @@ from ..operator import Operator
 from ..shared import products
 from ..shared.checks import FLOATS, aligned, stored
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
+from ..shared.replays import with_memory
 from ..shared.tile_product import Tiles
 from ..shared.unfused import plain
 from . import sorting
@@ -121,9 +121,7 @@ def _plan_unfused(call: Call) -> Launch:
             plain(product).zero_()
         return product, whole, *to
 
-    # Not of the graph's memory, which it would keep: they are the greatest.
-    repeat, rows = replayed(world, launch), making([((R, H), x.dtype)], world.torch_device)
-    return lambda *tensors: repeat(*tensors, *rows())
+    return with_memory(world, launch, [((R, H), x.dtype)])
 
 
 def _plan_push(call: Call) -> Launch:

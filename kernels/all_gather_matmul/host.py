@@ -35,8 +35,9 @@ from ..gradients import Backward, Gradients, Recorded, required
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
-from ..shared import copies, few_rows, gluon_fits, nodes, nodes_product_rules, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, product_rules, products, unfused
 from ..shared.nodes_products import NUM_COMM_SMS
+from ..shared.replays import in_one_call
 from ..shared.tile_product import (
     GatedEpilogue,
     default_tiles,
@@ -353,7 +354,7 @@ OPERATOR = Operator(
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),
         "copy": Form(
-            copies.in_one_call(plain.copy), "push by the copy engines, on a stream of its own", "(W - 1) |a|",
+            in_one_call(plain.copy), "push by the copy engines, on a stream of its own", "(W - 1) |a|",
             settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL, several=plain.copy_several,
             space=rules.space_copy, seconds=rules.seconds_copy, one_shape=("push_rows",),
         ),

@@ -39,6 +39,7 @@ from ..operator import Operator
 from ..shared import attention, copies
 from ..shared.checks import FLOATS
 from ..shared.grid import barrier_counters, num_programs
+from ..shared.replays import in_one_call
 from . import rules, sequence
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
@@ -292,7 +293,7 @@ OPERATOR = Operator(
             small={"num_comm_sms": 1, "chunk": 16, **SMALL},
         ),
         "copy": Form(
-            copies.in_one_call(_copied), "push by the copy engines, on a stream of its own", "2 (W - 1) |k|",
+            in_one_call(_copied), "push by the copy engines, on a stream of its own", "2 (W - 1) |k|",
             settings={"chunk": CHUNK, **TILES}, complete=from_one, small={"chunk": 16, **SMALL},
         ),
         "unfused": Form(

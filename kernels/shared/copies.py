@@ -20,13 +20,12 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
-from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..declaration import Call, Launch
+from ..declaration import Launch
 from .grid import barrier_counters
 
 UNEVEN = 8
@@ -189,11 +188,6 @@ def sent_to(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.
         known(x, stream)
 
     return send
-
-
-def in_one_call(plan: Callable[[Call], Launch]) -> Callable[[Call], Launch]:
-    """`plan`, for forms that queue many copies and kernels: a call that comes again is one call of the driver."""
-    return lambda call: replayed(call.world, plan(call))
 
 
 class Side:

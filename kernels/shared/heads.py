@@ -12,13 +12,10 @@ import torch
 from pkt.model.calibration import collective_seconds, product
 from pkt.model.cost import Estimate, overlapped
 from pkt.model.gpu import Gpu, link_rate
-from pkt.runtime.launch.replay import replayed
 
-from ..declaration import Call, Launch
 from . import product_rules
 from .checks import stored
 from .tile_product import WIDE_TILES, Tiles, whole_rows
-from .unfused import PRECISION
 
 
 class Matrix(NamedTuple):
@@ -54,13 +51,6 @@ measured, see benchmarks/results/all_to_all_matmul_2.json."""
 def pushed(m: int, tiles: Tiles) -> bool:
     """Whether "push" with these tiles is the default for a product of m rows."""
     return tiles == WIDE_TILES and m >= PUSHED_ROWS
-
-
-def again(call: Call, launch: Launch) -> Launch:
-    """`launch`, replayed where the call comes again."""
-    # Not fp32: torch has two sets of settings for its products, and asking for those not in use may raise.
-    settings = PRECISION.get(call.dtype)
-    return replayed(call.world, launch, settings) if settings else launch
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from pkt.errors import Unsupported
 from pkt.model.config import NCCL, UNFUSED, nccl_wanted
 from pkt.runtime.gpu.sharing import may_share
 from pkt.runtime.groups import process_group
-from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -34,19 +33,12 @@ from pkt.runtime.world import World
 from ..declaration import Call, Form, Launch
 from . import flagged
 from .checks import aligned, check_tensor
-from .fp8 import FP8
 from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
 from .products import by_columns, in_turn
+from .replays import with_product
 from .tile_product import columns_each, finished
 
-_MATMUL = torch.backends.cuda.matmul
-PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
-    torch.bfloat16: lambda: _MATMUL.allow_bf16_reduced_precision_reduction,
-    torch.float16: lambda: (_MATMUL.allow_fp16_reduced_precision_reduction, _MATMUL.allow_fp16_accumulation),
-    FP8: lambda: (),
-}
-"""torch's settings that a product of such operands depends on."""
 Planned = Callable[..., Launch]
 """`Operator.planned` of a collective."""
 Product = Callable[..., None]
@@ -196,9 +188,7 @@ def _plan(make: Callable[[Call], Product], again: bool = False) -> Callable[[Cal
 
     def plan(call: Call) -> Launch:
         launch = _finished(call, make(call))
-        # Not fp32: torch has two sets of settings for its products, and asking for those not in use may raise.
-        settings = PRECISION.get(call.dtype)
-        return replayed(call.world, launch, settings) if again and settings else launch
+        return with_product(call, launch) if again else launch
 
     return plan
 

@@ -16,7 +16,7 @@ from pkt.errors import CollectiveMismatch, ShapeError, Unsupported
 from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from pkt.kernels.operator import Operator
 from pkt.kernels.shared import flagged as _low_latency
-from pkt.kernels.shared import unfused
+from pkt.kernels.shared import replays
 from pkt.kernels.shared.tile_product import finished
 from pkt.runtime.launch import replay
 from tests.runtime import forked
@@ -411,7 +411,7 @@ def test_a_collective_is_planned_with_its_product(monkeypatch: pytest.MonkeyPatc
 def test_a_call_that_comes_again_is_replayed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's settings of then. Not in fp32, whose settings have two forms."""
     settings: dict[int, bool] = {}
-    monkeypatch.setitem(unfused.PRECISION, torch.bfloat16, lambda: settings.get(get_ident(), True))
+    monkeypatch.setitem(replays.PRECISION, torch.bfloat16, lambda: settings.get(get_ident(), True))
 
     def main(rank: Rank) -> None:
         for dtype in (torch.bfloat16, torch.float32):

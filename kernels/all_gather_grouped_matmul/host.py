@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
@@ -157,7 +158,7 @@ def _plan_push(call: Call) -> Launch:
         start(Push(x, w, product, whole, inbox, ready, bar, *found, *numbers), world.device)
         return product, *others
 
-    return launch
+    return replayed(world, launch)
 
 
 def _fits_push(call: Call) -> str:

@@ -27,11 +27,11 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from . import grouped_matmul as grouped
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, arrivals, push, rules
 from .dispatch.host import MOST_ROWS, some_experts
 from .dispatch.host import OPERATOR as DISPATCH
-from .dispatch.plans import plan_low_latency, plan_push, pushed
+from .dispatch.plans import plan_low_latency, plan_push_with_routes, pushed, routes_of
 from .dispatch.reference import reference as dispatched
 from .dispatch.reference import undefined
 from .dispatch.result import check_promise, slots_of
@@ -42,11 +42,14 @@ from .shared import products
 from .shared.checks import FLOATS, aligned, stored
 from .shared.expert_tiles import ends_of, find
 from .shared.grid import num_programs
+from .shared.replays import with_memory
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
 
 MOVERS = 24
 """Programs of push that send, by default, and as many that place what arrives. With 16, 32 and 48 it takes up to 4 %
 longer for 8,192 and 32,768 tokens on 4 H200 (`dispatch_matmul_tried.json`)."""
+RESULTS = slice(4, 13)
+"""The places of dispatch's results, without scales, and of the product among a call's tensors."""
 
 
 def reference(
@@ -219,17 +222,17 @@ def _plan_unfused(call: Call) -> Launch:
     call.settings |= {"num_comm_sms": None, "tokens_per_rank": call.given.get("tokens_per_rank")}
     nbytes = call["h"] * call.dtype.itemsize
     few = rules.chosen("dispatch", call["tokens_per_rank"], nbytes, call["k"], call.world.size) == "low_latency"
-    move = (plan_low_latency if few else plan_push)(call)
+    move = (plan_low_latency if few else plan_push_with_routes)(call)
     # A rank's experts have as many rows as its tokens have experts, if tokens choose at random.
     multiply = product_of(call, call["out"], bool(call["clear"]), call.sizes["t"] * call.sizes["k"])
 
     def launch(*tensors: Any) -> Any:
-        x, idx, weights, w, *there, product = tensors
-        move(x, idx, weights, there[0], None, *there[1:], there[-1])  # which stands for scales
+        (x, idx, weights, w), (*there, product), routes = tensors[:4], tensors[RESULTS], tensors[RESULTS.stop :]
+        move(x, idx, weights, there[0], None, *there[1:], there[-1], *routes)  # there[-1] stands for scales
         multiply(there[0], w, there[3], product)
-        return tensors[4:]
+        return tensors[RESULTS]
 
-    return launch
+    return with_memory(call.world, launch, [] if few else routes_of(call))
 
 
 def _nobody(rank: int) -> Launch:
@@ -263,6 +266,7 @@ def _plan_push(call: Call) -> Launch:
         return _plan_unfused(call)
     tiles, programs = _tiles(call), num_programs(world, world.num_sms)
     start, sized, buffers = pushed(call, dispatch_matmul_kernel, tiles.launch_options(), MOVERS, sort=True)
+    routes = making(routes_of(call), world.torch_device)
     rows, transposed = stored(call["w"])
     blocks = triton.cdiv(R, tiles.block_m)
     counts, queue = world.keep(
@@ -280,7 +284,8 @@ def _plan_push(call: Call) -> Launch:
     def launch(*tensors: Any) -> Any:
         x, idx, weights, w, *there, product = tensors
         results = (*there, there[-1])  # which stands for scales
-        start(x, idx, weights, None, results, arrived, Product(w, product, queue, N, *constants), buffers, sized)
+        t = Product(w, product, queue, N, *constants)
+        start(x, idx, weights, None, results, *routes(), arrived, t, buffers, sized)
         return tensors[4:]
 
     return launch

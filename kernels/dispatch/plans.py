@@ -53,10 +53,17 @@ def _buffers(call: Call, p: Size, programs: int, sort: bool) -> Buffers:
 
 def plan_push(call: Call) -> Launch:
     """A grid, buffers and counters of push."""
+    launch, routes = plan_push_with_routes(call), making(routes_of(call), call.world.torch_device)
+    return lambda *tensors: launch(*tensors, *routes())
+
+
+def plan_push_with_routes(call: Call) -> Launch:
+    """The same, where a launch is given the tensor of `routes_of`, behind the results."""
     start, sized, buffers = pushed(call, dispatch_kernel, COPY_OPTIONS)
 
     def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
-        start(x, idx, weights, scales, (out, *others), buffers, sized)
+        *others, routes = others
+        start(x, idx, weights, scales, (out, *others), routes, buffers, sized)
         return out, *others
 
     return launch
@@ -65,17 +72,18 @@ def plan_push(call: Call) -> Launch:
 def pushed(
     call: Call, kernel: Any, options: Mapping[str, Any], senders: int = SENDERS, sort: bool = False
 ) -> tuple[Callable[..., None], Size, Buffers]:
-    """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, *more): `kernel`, with `more` behind
-    results and routes. senders: where the call does not say; sort: tokens leave in the order of their first experts."""
+    """(start, Size, Buffers) of push. start(x, idx, weights, scales, results, routes, *more): `kernel`. routes:
+    the tensor of `routes_of`. senders: where the call does not say; sort: tokens leave in the order of their first
+    experts."""
     world = call.world
     programs = num_programs(world, world.num_sms)
     sized = _sized(call, max(1, min(call["num_comm_sms"] or senders, programs - 1)))
     buffers = _buffers(call, sized, programs, sort)
-    start, routes = cooperative_launch(world, kernel, (programs,), **options), routes_of(call)
+    start = cooperative_launch(world, kernel, (programs,), **options)
 
     def launch(x: Any, idx: torch.Tensor, weights: Any, scales: Any, results: Any, *more: Any) -> None:
         x, scales, to = bits(x, scales, results)
-        start(x, idx, weights, scales, to, *routes(), *more, world.device)
+        start(x, idx, weights, scales, to, *more, world.device)
 
     return launch, sized, buffers
 
@@ -111,7 +119,8 @@ def plan_nodes(call: Call) -> Launch:
         ("dispatch", "nodes", experts, tokens, line, head),
         lambda: nodes.buffers(world.size, experts, programs, near, tokens, line, head, int32, counters),
     )
-    start, routes = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS), routes_of(call)
+    start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
+    routes = making(routes_of(call), world.torch_device)
 
     def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
         x, scales, to = bits(x, scales, (out, *others))
@@ -121,9 +130,9 @@ def plan_nodes(call: Call) -> Launch:
     return launch
 
 
-def routes_of(call: Call) -> Callable[[], list[torch.Tensor]]:
-    """What makes memory of a launch for the rows of its tokens, int32 (T, K)."""
-    return making([(call["topk_idx"].shape, torch.int32)], call.world.torch_device)
+def routes_of(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of a launch's memory for the rows of its tokens."""
+    return [(call["topk_idx"].shape, torch.int32)]
 
 
 def scales_of(call: Call) -> int:

@@ -25,6 +25,8 @@ from pkt.runtime.launch.streams import OneInFlight
 from .test_cuda import open_worlds
 
 Do = Callable[..., None]
+Of = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Shapes and dtypes of new tensors."""
 
 
 class Stream:
@@ -52,6 +54,7 @@ class Cuda:
 
     def __init__(self, calls: Counter[str]) -> None:
         self.calls, self.made = calls, 0
+        self.recording = False  # by the driver, of a call that came again
         self.now = self.Stream()
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -102,6 +105,15 @@ def eager_worlds(
         driver, do = world.backend.driver, known.get(kernel.__name__)
         return lambda *args: driver.queue("launch", (lambda: do(world, *args)) if do else _nothing)
 
+    def making(of: Of, device: torch.device) -> Callable[[], list[torch.Tensor]]:
+        make = recycling(of, device)
+
+        def made() -> list[torch.Tensor]:
+            assert not ranks[threading.get_ident()].recording, "the memory would stay with the graph"
+            return make()
+
+        return made
+
     def opened(world: Any) -> Any:
         cuda = ranks[threading.get_ident()] = Cuda(world.backend.driver.calls)
         # The fake driver's memory is this process's own.
@@ -110,11 +122,11 @@ def eager_worlds(
         record = world.backend.driver.record
 
         def recorded(run: Callable[[], Any]) -> int:
-            cuda.now.capturing, stream = True, cuda.now
+            cuda.now.capturing, stream, cuda.recording = True, cuda.now, True
             try:
                 return record(run)
             finally:
-                stream.capturing = False
+                stream.capturing = cuda.recording = False
 
         world.backend.driver.record = recorded
         return main(Rank(world, cuda))
@@ -128,16 +140,13 @@ def eager_worlds(
     operators()  # loads them
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            for made, by in (("cooperative_launch", launched), ("beside_launch", beside), ("making", recycling)):
+            for made, by in (("cooperative_launch", launched), ("beside_launch", beside), ("making", making)):
                 if name.startswith("pkt.") and hasattr(module, made):
                     stack.enter_context(mock.patch.object(module, made, by))
         stack.enter_context(mock.patch.object(copies.Side, "__init__", on_a_side))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", current))
         stack.enter_context(mock.patch.object(replay, "KNOWN", True))
         return open_worlds(size, opened, heap)[0]
-
-
-Of = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def recycling(of: Of, device: torch.device) -> Callable[[], list[torch.Tensor]]:

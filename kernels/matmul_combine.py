@@ -31,7 +31,7 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from .combine import plans
 from .combine import reference as combined
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
 from .dispatch import Dispatched, rules
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
 from .dispatch.result import check_promise, flat
@@ -42,6 +42,7 @@ from .operator import Operator
 from .shared import products
 from .shared.checks import FLOATS, aligned, stored
 from .shared.grid import barrier_counters, num_programs
+from .shared.replays import with_memory
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
 
 
@@ -303,17 +304,15 @@ def _plan_unfused(call: Call) -> Launch:
     call.settings["num_comm_sms"] = None
     call.tensors["y"] = torch.empty(R, call["n"], dtype=call.dtype, device="meta")
     collect = (plans.plan_low_latency if few else plans.plan_pull)(call)
-    new_product = making([((R, call["n"]), call.dtype)], world.torch_device)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any,
-        source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
+        source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, y: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        (y,) = new_product()
         multiply(x, w, offsets, y)
         return collect(y, tokens, places, weights, source, out)
 
-    return launch
+    return with_memory(world, launch, [((R, call["n"]), call.dtype)])
 
 
 def _plan_push(call: Call) -> Launch:

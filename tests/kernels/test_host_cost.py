@@ -16,12 +16,12 @@ from pkt.kernels.declaration import making
 from tests.runtime.eager_worlds import Rank, eager_worlds
 
 WARM = 4  # calls until all is planned and recorded
-MOST = 35
+MOST = 36
 MORE = {"ring_attention, parts": 154, "ring_attention_backward, parts": 389}
 """Forms that queue many copies and torch's attention to each rank's keys, and are not replayed."""
 ONE_BY_ONE = {
     *MORE, "all_reduce_rms_norm, unfused", "flash_decode, unfused", "flash_decode, waits",
-    "grouped_matmul_reduce_scatter, unfused", "matmul_combine, unfused", "ring_attention, unfused",
+    "grouped_matmul_reduce_scatter, unfused", "ring_attention, unfused",
     "ring_attention_backward, fused",
 }  # fmt: skip
 """Forms of several calls of the driver."""

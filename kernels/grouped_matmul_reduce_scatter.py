@@ -29,7 +29,7 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from . import matmul_combine as joined
 from .all_gather_grouped_matmul.result import Gathered
-from .declaration import Call, Case, Form, Launch, Operand, Shape, making
+from .declaration import Call, Case, Form, Launch, Operand, Shape
 from .dispatch_matmul import check_weights, product_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
@@ -38,6 +38,7 @@ from .reduce_scatter import OPERATOR as REDUCE_SCATTER
 from .shared import products
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS
+from .shared.replays import with_memory
 from .shared.unfused import plain
 
 ADDED = 8192
@@ -148,13 +149,11 @@ def _plan_unfused(call: Call) -> Launch:
     rows = min(triton.next_power_of_2(S), ADDED // cols)
     grid = (max(1, min(world.num_sms, triton.cdiv(S, rows))),)
     add = beside_launch(world, token_sums_kernel, grid, **COPY_OPTIONS)
-    new_product = making([((call["x"].shape[0], N), call.dtype)], world.torch_device)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any,
-        source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
+        source: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, y: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        (y,) = new_product()
         multiply(x, w, offsets, y)
         if world.streams is not None:
             world.streams.follow()  # the last call may have another stream, and still read the sums
@@ -162,7 +161,7 @@ def _plan_unfused(call: Call) -> Launch:
         scatter(sums, plain(out))
         return out
 
-    return launch
+    return with_memory(world, launch, [((call["x"].shape[0], N), call.dtype)])
 
 
 def _shape(call: Call) -> Shape:

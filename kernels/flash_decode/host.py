@@ -42,6 +42,7 @@ from ..operator import Operator
 from ..shared import flagged, nodes, unfused
 from ..shared.checks import FLOATS
 from ..shared.grid import num_programs
+from ..shared.replays import in_one_call
 from ..shared.tile_words import words_of_row
 from .attention import Decode
 from .device import combine_kernel, decode_kernel, exchange_kernel
@@ -438,7 +439,7 @@ OPERATOR = Operator(
             "6 (W - 1) rows E", settings=SETTINGS, small=SMALL,
         ),
         "unfused": Form(
-            _gathered(_by_pkt), "three launches, with pkt's all-gather of the ranks' results", MERGED,
+            in_one_call(_gathered(_by_pkt)), "three launches, with pkt's all-gather of the ranks' results", MERGED,
             settings=SETTINGS, small=SMALL,
         ),
         "nccl": Form(

@@ -297,8 +297,8 @@ OPERATOR = Operator(
             settings={"chunk": CHUNK, **TILES}, complete=from_one, small={"chunk": 16, **SMALL},
         ),
         "unfused": Form(
-            _unfused, "`pkt.all_gather` of keys and values, then the kernel without waits", "2 (W - 1) |k|",
-            settings=TILES, small=SMALL,
+            in_one_call(_unfused), "`pkt.all_gather` of keys and values, then the kernel without waits",
+            "2 (W - 1) |k|", settings=TILES, small=SMALL,
         ),
         "parts": Form(
             planned_parts, "push by the copy engines; torch's attention to each rank's keys, then a merge",

@@ -31,6 +31,7 @@ from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import flagged, rms_norm
 from ..shared.checks import FLOATS
+from ..shared.replays import in_one_call
 from . import low_latency, tiles
 
 Tensors = Sequence[torch.Tensor]
@@ -181,7 +182,8 @@ OPERATOR = Operator(
             settings={"rows": None}, small={"rows": 4},
         ),
         "unfused": Form(
-            tiles.unfused, "pkt's all-reduce, then a kernel that norms", "as all_reduce's", roundings=lambda size: 2
+            in_one_call(tiles.unfused), "pkt's all-reduce, then a kernel that norms", "as all_reduce's",
+            roundings=lambda size: 2,
         ),
     },
     default=default,

@@ -19,11 +19,7 @@ WARM = 4  # calls until all is planned and recorded
 MOST = 36
 MORE = {"ring_attention, parts": 154, "ring_attention_backward, parts": 389}
 """Forms that queue many copies and torch's attention to each rank's keys, and are not replayed."""
-ONE_BY_ONE = {
-    *MORE, "all_reduce_rms_norm, unfused", "flash_decode, waits",
-
-    "ring_attention_backward, fused",
-}  # fmt: skip
+ONE_BY_ONE = {*MORE, "flash_decode, waits", "ring_attention_backward, fused"}
 """Forms of several calls of the driver."""
 
 

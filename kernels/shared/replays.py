@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 
@@ -23,7 +22,8 @@ PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
 
 
 def in_one_call(plan: Callable[[Call], Launch]) -> Callable[[Call], Launch]:
-    """`plan`, for forms whose launches make no memory and ask torch for no product."""
+    """`plan`, of a form that asks torch for no product, with launches that are replayed. What memory they make, which
+    should be little, stays with their graphs."""
     return lambda call: replayed(call.world, plan(call))
 
 
@@ -31,11 +31,7 @@ def with_memory(world: World, launch: Launch, of: Sequence[tuple[Sequence[int], 
     """`launch`, replayed, with more tensors of these shapes and dtypes behind those of the call. They are new in each
     call: memory that a launch makes while it is recorded stays with its graph."""
     repeat, make = replayed(world, launch), making(of, world.torch_device)
-
-    def launch_with_memory(*tensors: Any) -> Any:
-        return repeat(*tensors, *make())
-
-    return launch_with_memory
+    return lambda *tensors: repeat(*tensors, *make())
 
 
 def with_product(call: Call, launch: Launch) -> Launch:

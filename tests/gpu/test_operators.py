@@ -131,6 +131,8 @@ EXPLORED = {
 PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | {
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
+    "dispatch_matmul-unfused-promised": program("dispatch_matmul", "unfused", tokens_per_rank=16),
+    "matmul_combine-unfused-promised": program("matmul_combine", "unfused", tokens_per_rank=16),
     "all_gather_matmul_scaled-gluon-copied": program("all_gather_matmul_scaled", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter_scaled-gluon-copied": program("matmul_reduce_scatter_scaled", "gluon", copies=2),
 }

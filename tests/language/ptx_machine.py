@@ -40,6 +40,7 @@ class Thread:
         self.memory = memory
         self.clock = clock
         self.at = 0
+        self.naps: list[int] = []  # nanoseconds of each
 
     @property
     def done(self) -> bool:
@@ -68,6 +69,8 @@ class Thread:
             self.at = self.labels[operands[0]]
         elif kind == "fence":
             pass
+        elif kind == "nanosleep":
+            self.naps.append(self.value(operands[0], bits))
         elif kind == "mov" and operands[0].startswith("{"):
             whole, half = self.value(operands[1], bits), bits // 2
             low, high = (x.strip() for x in operands[0].strip("{} ").split(","))
@@ -115,6 +118,7 @@ class Thread:
                 "or": lambda: x | y,
                 "xor": lambda: x ^ y,
                 "shl": lambda: x << y,
+                "min": lambda: min(x, y),
             }[kind]()
             self.registers[operands[0]] = result & mask
 

@@ -6,6 +6,7 @@ import pytest
 
 from pkt.language.inspect import device_world
 from pkt.language.ptx import POLLS_PER_CHECK
+from pkt.language.ptx.spin import LONGEST_NAP, NAP
 from pkt.language.world import (
     CMP_ABORTED,
     CMP_CODES,
@@ -99,6 +100,21 @@ def test_comparisons_hold_across_the_wrap(cmp, want, difference):
     assert scene.records() == []
     if thread.done:
         assert thread.found() == (want + difference) & 0xFFFFFFFF
+
+
+def test_polls_are_further_apart_the_longer_a_wait_lasts():
+    scene = Scene()
+    thread = scene.thread(1)
+    run([thread], limit=2000)
+    assert not thread.done
+    assert thread.naps[:3] == [NAP, 2 * NAP, 3 * NAP]
+    assert thread.naps == sorted(thread.naps)
+    assert thread.naps[-1] == LONGEST_NAP
+    scene.memory.store(COUNTER, 1, 32)
+    at_once = scene.thread(1)
+    run([at_once], limit=200)
+    assert at_once.done
+    assert not at_once.naps
 
 
 @pytest.mark.parametrize(

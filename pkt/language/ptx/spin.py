@@ -19,6 +19,8 @@ POLLS_PER_CHECK = 1024
 """Polls between two checks of the abort word and the clock: about a millisecond, so that polls stay fast."""
 FIRST_CHECK = 64
 """Polls before the first check, so that a kernel whose waits all leave because of an abort ends soon."""
+NAP, LONGEST_NAP = 32, 1024
+"""Nanoseconds between polls: NAP more after each one, and LONGEST_NAP in the end."""
 
 
 def _kernel_name() -> str:
@@ -43,7 +45,8 @@ _HOLDS = {
     "flip": "xor.b{bits} ahead, {found}, {want}; setp.lt.s{bits} p, ahead, 0;",
 }
 
-# The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls:
+# The fast path is {poll}, {holds} and the branch. Then the threads nap, longer each time, because the polls of many
+# programs slow down what they wait for. The rest runs every POLLS_PER_CHECK polls:
 # - if the abort word is set, leave;
 # - if the value found has changed, restart the clock;
 # - if the deadline has passed, write one record a program and set the abort word of every rank.
@@ -62,6 +65,7 @@ $$PKT_POLL_${{:uid}}:
 {holds}
 @p bra $$PKT_DONE_${{:uid}};
 add.u32 n, n, 1;
+sub.u32 a, n, {first_count}; mul.lo.u32 a, a, {nap}; min.u32 a, a, {longest_nap}; nanosleep.u32 a;
 and.b32 a, n, {mask};
 setp.ne.u32 q, a, 0;
 @q bra $$PKT_POLL_${{:uid}};
@@ -189,6 +193,8 @@ def spin(
         rank=rank,
         first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
+        nap=NAP,
+        longest_nap=LONGEST_NAP,
         code=page.CMP_CODES[cmp] | (page.CMP_WIDE if bits == 64 else 0),
         aborted=page.CMP_ABORTED,
         abort=4 * page.STATUS_ABORT,

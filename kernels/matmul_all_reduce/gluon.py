@@ -7,8 +7,9 @@ place of its own, and signals it, in the same turns as in matmul_reduce_scatter'
 applies bias and epilogue, rounds, stores the tile by TMA on every rank, and signals each of them.
 
 The tiles of others land in the output itself where peers can reach it. Else they land in memory that peers reach, and
-two warps of each program copy them to the output while the next ones are computed; the last one goes through the ring,
-when nothing else does. A launch ends on a rank when all tiles have landed and are in its output.
+two warps of each program copy them to the output while the next ones are computed. Those that land in the end are
+copied by the consumers, which have nothing left to compute and more registers. A launch ends on a rank when all tiles
+have landed and are in its output.
 
 Others write where a rank's tiles land only after that rank has computed the tile, so in the same launch; and a launch
 ends when every rank has read its inbox. So there is one inbox, and a launch waits for nothing at its start.
@@ -62,7 +63,7 @@ from ..shared.gluon_warps import (
 from ..shared.grid import num_programs
 from ..shared.scales import passing
 from ..shared.tile_product import Epilogue, Tiles
-from .rules import CALL
+from .rules import CALL, early_tiles
 
 COPYING = gl.constexpr(2)
 """Warps that copy tiles: with the loader and the storer they make a warpgroup."""
@@ -71,7 +72,7 @@ LANDING = gl.constexpr([*REGISTERS.value, 64])
 RUN = gl.constexpr(8)
 """Elements that a thread copies at once."""
 RUNS = gl.constexpr(4)
-"""Runs that a thread loads before it stores them: twice as many do not fit in its registers."""
+"""Runs that a thread of these warps loads before it stores them: twice as many do not fit in its registers."""
 
 
 # --------------------------------------------------------------------------------------------------------- order
@@ -136,12 +137,6 @@ class Order:
         i, j = grouped(gl.minimum(index, self.num_m * self.num_n - 1), self.num_m, self.num_n, self.GROUP)
         return index, i, j
 
-    @gluon.jit
-    def last(self):
-        """The last of this program's tiles of other ranks, which are num_programs apart; or no tile, see `other`."""
-        first = gl.program_id(0)
-        return first + (gl.maximum(self.others() - first, 1) - 1) // gl.num_programs(0) * gl.num_programs(0)
-
 
 @aggregate
 class Landing:
@@ -150,42 +145,61 @@ class Landing:
 
     source: gl.tensor  # pointer, (M, N) this rank's
     out: gl.tensor  # pointer, (M, N) this rank's
+    early: gl.tensor  # the first so many of `Order.other` are copied by warps of their own, the rest by the consumers
     sizes: gl.tuple
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
 
     @gluon.jit
-    def copy(self, i, j):
-        """Copy a tile with all warps of the caller. Its lines leave L2 first, because the operands need the room: 16384
-        x 16384 with K = 4096 takes 3.62 and 3.75 ms on 4 H100, and 4.16 and 4.26 without that
-        (matmul_all_reduce_landing_h100_4.json)."""
+    def copy(self, first, end, order, signals, HALF: gl.constexpr):
+        """Copy this program's share of tiles first, ..., end - 1 of `order.other` as they land, with all warps of the
+        caller: their half HALF, or the whole tiles if that is None."""
+        for u in range(first + gl.program_id(0), end, gl.num_programs(0)):
+            index, i, j = order.other(u)
+            if index < order.num_m * order.num_n:
+                pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
+                if HALF is None:
+                    self.copy_rows(i * self.BLOCK_M, self.BLOCK_M, j, RUNS)
+                else:
+                    ROWS: gl.constexpr = self.BLOCK_M // CONSUMERS
+                    self.copy_rows(i * self.BLOCK_M + HALF * ROWS, ROWS, j, ROWS)
+
+    @gluon.jit
+    def copy_rows(self, row, COUNT: gl.constexpr, j, MOST: gl.constexpr):
+        """Copy COUNT rows from `row` on of a column of tiles. A thread loads up to MOST runs before it stores them."""
         WARPS: gl.constexpr = gl.num_warps()
         LANES: gl.constexpr = min(self.BLOCK_N // RUN, 32)
-        ROWS: gl.constexpr = min(WARPS * (32 // LANES), self.BLOCK_M)
+        ROWS: gl.constexpr = min(WARPS * (32 // LANES), COUNT)
+        MANY: gl.constexpr = min(MOST, COUNT // ROWS)
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // LANES, LANES], [WARPS, 1], [1, 0])
         N = self.sizes.N // RUN * RUN  # the same, but now the compiler knows what it is a multiple of
         down = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
         right = gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        rows = gl.minimum(self.sizes.M - i * self.BLOCK_M, self.BLOCK_M)
+        rows = gl.minimum(self.sizes.M - row, COUNT)
         columns = j * self.BLOCK_N + right < N
         each = down * N + right
-        at = gl.cast(i * self.BLOCK_M, gl.int64) * N + j * self.BLOCK_N
-        for row in range(0, rows, RUNS * ROWS):
+        at = gl.cast(row, gl.int64) * N + j * self.BLOCK_N
+        for begin in range(0, rows, MANY * ROWS):
             runs = ()
-            for r in gl.static_range(RUNS):
-                inside = (row + r * ROWS + down < rows) & columns
-                ptrs = self.source + (at + r * ROWS * N) + each
-                runs = runs + (gl.load(ptrs, mask=inside, eviction_policy="evict_first"),)
-            for r in gl.static_range(RUNS):
-                inside = (row + r * ROWS + down < rows) & columns
-                ptrs = self.out + (at + r * ROWS * N) + each
-                gl.store(ptrs, runs[r], mask=inside, eviction_policy="evict_first")
-            at += RUNS * ROWS * N
+            for r in gl.static_range(MANY):
+                inside = (begin + r * ROWS + down < rows) & columns
+                runs = runs + (gl.load(self.source + (at + r * ROWS * N) + each, mask=inside),)
+            for r in gl.static_range(MANY):
+                inside = (begin + r * ROWS + down < rows) & columns
+                gl.store(self.out + (at + r * ROWS * N) + each, runs[r], mask=inside)
+            at += MANY * ROWS * N
 
 
 # --------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
-def _load(a, b, inbox, landed, order, ring, signals):
+def _consume(CONSUMER: gl.constexpr, order, ring, outbox, finish, landing, signals):
+    consume_all(CONSUMER, order, ring, outbox, finish, order.SIZE - 1)
+    if landing.source is not None:
+        landing.copy(landing.early, order.others(), order, signals, CONSUMER)
+
+
+@gluon.jit
+def _load(a, b, inbox, order, ring, signals):
     count = order.count()
     step = 0
     for t in range(order.first(), order.end(), gl.num_programs(0)):
@@ -201,15 +215,10 @@ def _load(a, b, inbox, landed, order, ring, signals):
                     step += 2
             ring.lend(step)
             step += 1
-    if landed is not None:
-        index, i, j = order.other(order.last())
-        if index < order.num_m * order.num_n:
-            pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
-            ring.load_halves(step, landed, i * ring.BLOCK_M, j * ring.BLOCK_N)
 
 
 @gluon.jit
-def _store(out, inboxes, outs, landed, order, ring, outbox, signals):
+def _store(out, inboxes, outs, landing, order, ring, outbox, signals):
     SIZE: gl.constexpr = order.SIZE
     count = order.count()
     step = 0
@@ -243,34 +252,21 @@ def _store(out, inboxes, outs, landed, order, ring, outbox, signals):
                 gl.atomic_add(counter, 1, sem="relaxed", scope="sys")
             step += 1
             n += 1
-    if landed is None:  # this program's share of the tiles of others has landed
+    if landing.source is None:  # this program's share of the tiles of others has landed
         for u in range(gl.program_id(0), order.others(), gl.num_programs(0)):
             index, _, _ = order.other(u)
             if index < order.num_m * order.num_n:
                 pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
-    else:
-        index, i, j = order.other(order.last())
-        if index < order.num_m * order.num_n:
-            for h in gl.static_range(CONSUMERS):
-                ring.await_full(step + h)
-                at = [i * ring.BLOCK_M + h * (ring.BLOCK_M // CONSUMERS), j * ring.BLOCK_N]
-                tma.async_copy_shared_to_global(out, at, ring.half(step + h))
-            tma.store_wait(0)
 
 
 @gluon.jit
 def _land(order, landing, signals):
-    """Copy the tiles of other ranks as they land: all of this program's but the last."""
     if landing.source is not None:
-        for u in range(gl.program_id(0), order.last(), gl.num_programs(0)):
-            index, i, j = order.other(u)
-            if index < order.num_m * order.num_n:
-                pl.wait(signals.ptr + order.others() + index, signals.epoch, signals.world)
-                landing.copy(i, j)
+        landing.copy(0, landing.early, order, signals, None)
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["blocks", "lag"])
+@gluon.jit(do_not_specialize=["blocks", "lag", "early"])
 def gluon_two_shot_kernel(
     a,  # (M, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
@@ -281,14 +277,14 @@ def gluon_two_shot_kernel(
     o1, o2, o3, o4, o5, o6, o7,  # where tiles land on ranks rank + 1, rank + 2, ..., as `out`
     ready_ptr,  # int32 ((size - 1) * count + tiles,) on every rank: [d - 1, p] signalled by rank - d when its part of
     # tile p is in the inbox; behind those one for each tile, signalled by its owner when it has landed here
-    landed,  # (M, N) where tiles land on this rank, as `out`; None where that is its output
-    source,  # the same as a pointer, or None
+    landed,  # (M, N) where tiles land on this rank, as a pointer; None where that is its output
     copied,  # `out` as a pointer, or None
     bias,  # (N,) this rank's, or None
     scales,  # scales.Scales of this rank's product, or None
     sizes,  # Sizes
     blocks,  # tiles of the output, in a column and in a row: made here, they would hold registers in every role
     lag,  # tiles that a rank's own are behind the others': from 1 to count
+    early,  # tiles that are copied while others are computed, see Landing
     world,
     constants,  # Constants
     num_warps: gl.constexpr,
@@ -307,13 +303,13 @@ def gluon_two_shot_kernel(
     signals = Signals(ready_ptr, epoch, world)
     inboxes = Peers((i1, i2, i3, i4, i5, i6, i7), world.size)
     outs = Peers((o1, o2, o3, o4, o5, o6, o7), world.size)
-    landing = Landing(source, copied, sizes, ring.BLOCK_M, ring.BLOCK_N)
+    landing = Landing(landed, copied, early, sizes, ring.BLOCK_M, ring.BLOCK_N)
     gl.warp_specialize(
         [
-            (consume_all, (0, order, ring, outbox, finish, world.size - 1)),
-            (consume_all, (1, order, ring, outbox, finish, world.size - 1)),
-            (_load, (a, b, inbox, landed, order, ring, signals)),
-            (_store, (out, inboxes, outs, landed, order, ring, outbox, signals)),
+            (_consume, (0, order, ring, outbox, finish, landing, signals)),
+            (_consume, (1, order, ring, outbox, finish, landing, signals)),
+            (_load, (a, b, inbox, order, ring, signals)),
+            (_store, (out, inboxes, outs, landing, order, ring, outbox, signals)),
             (_land, (order, landing, signals)),
         ],
         [num_warps, 1, 1, COPYING],
@@ -353,9 +349,10 @@ def two_shot_launch(
 
     inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
     inboxes, (here, *there) = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, landed))
-    passed = (Sizes(M, N, K), blocks, lag, world.device, kernel_constants(tiles, b, epilogue))
+    early = early_tiles(tiles_of_all, lag, programs, size)
+    passed = (Sizes(M, N, K), blocks, lag, early, world.device, kernel_constants(tiles, b, epilogue))
     in_place, scales_of = out is landed, passing(scale_a, scale_b)
-    source, copied = (None, None) if in_place else (landed.plain(), here)
+    source = None if in_place else landed.plain()
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
     lent = [tiles_of_a, tiles_of_b] if in_place else [tiles_of_a, tiles_of_b, descriptor(out, half_block(tiles))]
     tiles_of_out = here if in_place else lent[2]
@@ -370,8 +367,8 @@ def two_shot_launch(
             each.base = tensor
         try:
             start(
-                tiles_of_a, tiles_of_b, *inboxes, tiles_of_out, *there, ready, copied, source,
-                None if in_place else out, bias, scales_of(scale_a, scale_b), *passed,
+                tiles_of_a, tiles_of_b, *inboxes, tiles_of_out, *there, ready, source, None if in_place else out, bias,
+                scales_of(scale_a, scale_b), *passed,
             )  # fmt: skip
         finally:
             for each in lent:

@@ -111,6 +111,13 @@ def settled(
     return tiles, rules.lag_of(lag, rounds_of(M, N, K, size, tiles), own, programs, size)
 
 
+def early_tiles(count: int, lag: int, programs: int, size: int) -> int:
+    """How many of other ranks' tiles, of `count` in all, land before the last ones are computed: all but those of the
+    last round of own tiles, and one a program."""
+    others = (size - 1) * triton.cdiv(count, size)
+    return max(0, others - 2 * (size - 1) * min(lag, programs) - programs)
+
+
 def operands(K: int, tiles: Tiles, programs: int) -> float:
     """Bytes of 16-bit operands that a round of tiles reads, if they make a square."""
     return 4 * K * math.sqrt(programs * tiles.block_m * tiles.block_n)

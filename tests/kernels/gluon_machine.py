@@ -177,7 +177,7 @@ class Vector:
         return self.data, self.offset + offsets
 
 
-def _load(pointers: Any, mask: Any = None, other: float = 0, eviction_policy: str = "") -> Any:
+def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
     if isinstance(pointers, Pointer):
         return int(pointers.counters[pointers.rank][pointers.offset])
     data, offsets = pointers
@@ -185,7 +185,7 @@ def _load(pointers: Any, mask: Any = None, other: float = 0, eviction_policy: st
     return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))
 
 
-def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray, eviction_policy: str) -> None:
+def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray) -> None:
     data, offsets = pointers
     data[offsets[mask]] = values.data[mask]
 

@@ -275,6 +275,7 @@ def run_two_shot(
     rng = np.random.default_rng(seed)
     tiles = cdiv(M, BM) * cdiv(N, BN)
     count = cdiv(tiles, size)
+    early = seed % 3 * (size - 1) * count // 2  # of other ranks' tiles none, half or all
     inbox = [poison((size - 1) * count * BM, BN) for _ in range(size)]
     landed = [poison(M, N) for _ in range(size)]
     outs = [[poison(M, N) if copied else landed[rank] for _ in range(launches)] for rank in range(size)]
@@ -285,15 +286,15 @@ def run_two_shot(
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
         boxes, results = ([Descriptor(x[(rank + d) % size], *HALF) for d in range(size)] for x in (inbox, landed))
-        moved = [None] * 3
+        moved = [None] * 2
         if copied:
-            moved = [results[0], *(Vector(x.reshape(-1)) for x in (landed[rank], outs[rank][e]))]
+            moved = [Vector(x.reshape(-1)) for x in (landed[rank], outs[rank][e])]
             results[0] = Descriptor(outs[rank][e], *HALF)
         unused = [None] * (8 - size)
         arguments = (
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), *boxes, *unused, *results, *unused,
             Pointer(counters, rank), *moved, bias(N, finish), None,
-            warps.Sizes(M, N, K), (cdiv(M, BM), cdiv(N, BN)), min(lag, count), world(rank, size, e),
+            warps.Sizes(M, N, K), (cdiv(M, BM), cdiv(N, BN)), min(lag, count), early, world(rank, size, e),
             constants(3, transposed, finish), 4,
         )  # fmt: skip
 

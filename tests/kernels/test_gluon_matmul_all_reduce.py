@@ -21,13 +21,15 @@ def test_two_shot_fits(compiling, tmp_path, tiles, in_place):
     assert_fits(launch, tmp_path)
     code = sass(launch.kernel, tmp_path)
     blocks = (tiles or NARROW).block_n // 64  # a store of 64 columns each, for each half
-    last = 0 if in_place else 1
-    assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * (1 + 3 + 3 + last) * blocks
-    waits = 1 + 1 + last  # in a loop over the other ranks, in one over their tiles, and for the last of these
-    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == waits
+    assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * (1 + 3 + 3) * blocks
+    waits = (
+        1 if in_place else 3
+    )  # for tiles of the other ranks: of the storer, or of the consumers and the warps that copy
+    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == 1 + waits
     assert len(re.findall(SIGNAL, launch.ptx)) == 1 + 3
-    for way in ("STG", "LDG"):  # runs of 16 bytes, which leave L2 first
-        assert (len(re.findall(rf"{way}\.E\.EF\.128", code)) >= 4) != in_place
+    runs = 0 if in_place else 4 + 2 * blocks * 4  # of 16 bytes, of a thread that copies and of one of each consumer
+    for way in ("STG", "LDG"):
+        assert len(re.findall(rf"{way}\.E\.128", code)) == runs
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
@@ -41,8 +43,8 @@ def test_mode_gluon_launches_the_two_shot(h200s, tmp_path):
     reduce_call(world, 1, 8, 5, mode="gluon")
     first, second = world.kernels
     assert first.constants.STAGES == 5
-    assert first.args[-3] == 3
-    assert second.args[-3] == 1
+    assert first.args[-4] == 3
+    assert second.args[-4] == 1
     for launch in world.kernels:
         assert launch.kernel.metadata.name == "gluon_two_shot_kernel"
         assert_fits(launch, tmp_path)

@@ -88,8 +88,8 @@ def skipping(name, attribute, line, seen):
         (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
         (run_two_shot, "tma", "store_wait", 2),
-        (run_landed, "pl", "wait", 3),
-        (run_landed, "mbarrier", "wait", 9),
+        (run_landed, "pl", "wait", 2),
+        (run_landed, "mbarrier", "wait", 8),
         (run_landed, "gl", "atomic_add", 2),
     ],
 )

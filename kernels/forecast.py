@@ -97,7 +97,8 @@ class Described(SimpleNamespace):
             asked = {"pkt.kernels.gluon": lacks, "pkt.kernels.nccl": ""}
         device = torch.device("cpu" if gpu is None else "cuda")
         sms = gpu.sms if gpu else 1
-        backend = SimpleNamespace(exchange=lambda value, what: [value] * size)
+        name = gpu.name if gpu else "simulated"
+        backend = SimpleNamespace(gpu=name, exchange=lambda value, what: [value] * size)
         super().__init__(
             size=size, num_sms=sms, torch_device=device, lasting=asked, multicast=multicast, backend=backend,
         )  # fmt: skip

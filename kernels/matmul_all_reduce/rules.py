@@ -12,7 +12,7 @@ import triton
 
 from pkt.model.config import Config, space
 from pkt.model.cost import Estimate, Product, overlapped
-from pkt.model.gpu import Gpu, link_rate
+from pkt.model.gpu import H200, Gpu, gpu_named, link_rate
 from pkt.runtime.world import World
 
 from ..shared import product_rules as rules
@@ -37,12 +37,20 @@ NARROW_COST = 1.2
 two rounds of wide tiles, and 0.163 and 0.178 for 1024 x 5120 with 6400, which is 1.2. On 2 they take 0.311 and 0.260
 for 2048 x 8192 with 4096 (matmul_all_reduce_tried_4.json and _tried_2.json of benchmarks/results, as the figures
 below)."""
-ROUND_BYTES = 72 << 20
+LONG_BYTES = 72 << 20
 """Programs whose own tiles alternate with others' wait at different times, and then no longer read the same parts of
 the operands together. Where the operands of a round are more than this, which is more than L2 holds, own tiles come
 last: 16384 x 16384 with K = 13312 takes 19.7 ms on 4 x H100 where they alternate, 11.5 where they come last, and
 cuBLAS alone 11.1; on 2, 8192 x 16384 with 26624 takes 16.7, 10.4 and 10.6, and 1500 x 7168 with 9216 0.365 and 0.348.
-With 7168 and less it makes no difference, or costs up to 7 %, because half of what is sent is sent with own tiles."""
+With 7168 and less, and few rounds, it makes no difference, or costs up to 7 %, because half of what is sent is sent
+with own tiles."""
+ROUND_BYTES, MANY_ROUNDS = 50 << 20, 12
+"""In so many rounds programs drift apart. Where what they miss in L2 then takes longer than their products, as on H100,
+own tiles come last from ROUND_BYTES on, which is what L2 holds. 16384 x 16384 with K = 7168 takes 8.85 ms on 4 x H100
+where they alternate, and 6.07 where they come last; 16384 x 8192 with 7168 3.32 and 3.00, 16384 x 5120 with 6400 1.83
+and 1.72; but 16384 x 16384 with 4096 3.47 and 3.67. On 2 8192 x 8192 with 7168 takes 1.46 and 1.39, 16384 x 5120 with
+6400 1.71 and 1.58 (matmul_all_reduce_naps_h100_4.json and _2.json). On 2 x H200 16384 x 16384 with 8192 takes 6.5 ms
+where they alternate, which is 670 TFLOP/s."""
 MISSED = 0.42
 """The share of what programs load that comes from memory where own tiles alternate with others'. Seven products on 4 x
 H100, with K up to 7168, take as long as memory takes for 0.40 to 0.43 of it."""
@@ -73,7 +81,7 @@ def tiles_of(M: int, N: int, K: int, size: int, programs: int) -> Tiles:
     if _moves(K, size):
         return NARROW
     wide, narrow = (math.ceil(_count(M, N, tiles) / programs) for tiles in (WIDE, NARROW))
-    long = operands(K, NARROW, programs) > ROUND_BYTES
+    long = operands(K, NARROW, programs) > LONG_BYTES
     return WIDE if long or 2 * wide <= NARROW_COST * narrow else NARROW
 
 
@@ -99,14 +107,17 @@ def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
 
 def settled(
     M: int, N: int, K: int, size: int, programs: int, tiles: Tiles | None = None, lag: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, memory: float = H200.memory,
 ) -> tuple[Tiles, int]:  # fmt: skip
-    """`tiles` and `lag`, for operands of a dtype; the rule fills in None."""
+    """`tiles` and `lag`, for operands of a dtype; the rule fills in None. memory: bytes a second of the GPU's."""
     tiles = tiles or tiles_of(M, N, K, size, programs)
     K = rules.columns16(K, dtype)
     count = _count(M, N, tiles)
     own, programs = triton.cdiv(count, size), max(1, min(programs, count))
-    if lag is None and count > programs and operands(K, tiles, programs) > ROUND_BYTES:
+    missed = MISSED * programs * (tiles.block_m + tiles.block_n) * K * 2 / memory
+    drifting = count > MANY_ROUNDS * programs and missed > average_seconds(K, tiles)
+    most = ROUND_BYTES if drifting else LONG_BYTES
+    if lag is None and count > programs and operands(K, tiles, programs) > most:
         lag = own
     return tiles, rules.lag_of(lag, rounds_of(M, N, K, size, tiles), own, programs, size)
 
@@ -129,7 +140,8 @@ def settings(
     """`settled` in a world. Raises ShapeError."""
     if tiles is not None:
         check_tiles(CALL, tiles, world, dtype)
-    return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, dtype)
+    memory = gpu_named(world.backend.gpu).memory
+    return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, dtype, memory)
 
 
 # -------------------------------------------------------------------------------------------------------------- spaces
@@ -164,7 +176,7 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """The parts of a candidate's predicted time, in seconds."""
     shape = key["M"], key["N"], key["K"], key["size"]
     given = Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag")
-    tiles, lag = settled(*shape, gpu.sms, *given)
+    tiles, lag = settled(*shape, gpu.sms, *given, memory=gpu.memory)
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)

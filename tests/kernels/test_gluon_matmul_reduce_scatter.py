@@ -11,6 +11,7 @@ from pkt.kernels.matmul_all_reduce import rules as reduce_rules
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.matmul_reduce_scatter import rules as scatter_rules
 from pkt.language.inspect import count_markers
+from pkt.model.gpu import H100
 
 from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, scatter, scatter_call, with_another_rank
 from .machine_code import sass
@@ -79,6 +80,19 @@ def test_own_tiles_come_last_where_a_round_does_not_fit_in_l2(size, M, N, K, lag
     tiles, found = reduce_rules.settled(M, N, K, size, 132)
     assert found == lag
     assert reduce_rules.settled(M, N, K, size, 132, tiles, 5)[1] == 5, "a lag that is given counts"
+
+
+@pytest.mark.parametrize(
+    ("size", "M", "N", "K", "last"),
+    [(4, 16384, 16384, 7168, True), (4, 16384, 5120, 6400, True), (4, 16384, 16384, 4096, False),
+     (2, 8192, 8192, 7168, True), (2, 2048, 8192, 7168, False)],
+)  # fmt: skip
+def test_own_tiles_come_last_where_memory_is_slow_and_programs_drift_apart(size, M, N, K, last):
+    """On H100, where a round does not fit in L2 and rounds are many. On H200 they alternate."""
+    tiles, found = reduce_rules.settled(M, N, K, size, 132, memory=H100.memory)
+    own = M * N // (tiles.block_m * tiles.block_n) // size
+    assert (found == own) == last
+    assert reduce_rules.settled(M, N, K, size, 132)[1] < own
 
 
 def test_own_tiles_are_rounds_behind(compiling):

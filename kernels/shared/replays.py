@@ -30,8 +30,7 @@ def in_one_call(plan: Callable[[Call], Launch]) -> Callable[[Call], Launch]:
 def with_memory(world: World, launch: Launch, of: Sequence[tuple[Sequence[int], torch.dtype]]) -> Launch:
     """`launch`, replayed, with more tensors of these shapes and dtypes behind those of the call. They are new in each
     call: memory that a launch makes while it is recorded stays with its graph."""
-    repeat, make = replayed(world, launch), making(of, world.torch_device)
-    return lambda *tensors: repeat(*tensors, *make())
+    return replayed(world, launch, memory=making(of, world.torch_device))
 
 
 def with_product(call: Call, launch: Launch) -> Launch:

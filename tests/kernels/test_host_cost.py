@@ -16,7 +16,7 @@ from pkt.kernels.declaration import making
 from tests.runtime.eager_worlds import Rank, eager_worlds
 
 WARM = 4  # calls until all is planned and recorded
-MOST = 36
+MOST = 35
 MORE = {"ring_attention, parts": 154, "ring_attention_backward, parts": 389}
 """Forms that queue many copies and torch's attention to each rank's keys, and are not replayed."""
 ONE_BY_ONE = {*MORE, "flash_decode, waits", "ring_attention_backward, fused"}

@@ -34,6 +34,8 @@ MOST_COUNTED = 1024
 """Sets of addresses whose calls are counted."""
 
 Launch = Callable[..., torch.Tensor]
+Making = Callable[[], list[torch.Tensor]]
+"""Makes tensors, which may have any values."""
 Key = tuple[Hashable, ...]
 """The addresses and allocations of a call's tensors, and the settings that it depends on."""
 
@@ -62,13 +64,15 @@ def paused() -> Iterator[None]:
         _pauses -= 1
 
 
-def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | None = None) -> Launch:
+def replayed(
+    world: World, launch: Launch, settings: Callable[[], Hashable] | None = None, memory: Making | None = None
+) -> Launch:
     """`launch`, for tensors of the same facts, which returns one or some of them: recorded where it is called again
     with the same addresses. It must depend on nothing else but `settings()`, and do nothing on the host but queue
-    work."""
+    work. memory: makes tensors that a launch needs for itself, new in each call, which it gets behind the others."""
     streams = world.streams
     if streams is None or not KNOWN:
-        return launch
+        return launch if memory is None else lambda *tensors: launch(*tensors, *memory())
     engines = world.backend.copies
     assert engines is not None, "only GPUs have streams"
     allocation_of = engines.allocation
@@ -110,6 +114,8 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
 
     def run(*tensors: Any) -> Any:
         nonlocal calls
+        if memory is not None:
+            tensors = (*tensors, *memory())
         stream = streams.eager()
         if stream is None or _pauses or hooked():
             return launch(*tensors)

@@ -136,7 +136,8 @@ def wait(ptr, at_least, world, cmp: tl.constexpr = _GE):
     ptr: scalar pointer to int32 or int64 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne", on the
     sign of the difference in the counter's bits, so that counters may wrap. Returns the value found, of the counter's
     type, the same in every thread.
-    Spin on `ld.acquire.sys`, `fence.proxy.async.global` (so TMA sees the data, too), `bar.sync`.
+    Spin on `ld.acquire.sys`, with naps between that grow to a microsecond; `fence.proxy.async.global` (so TMA sees the
+    data, too), `bar.sync`.
     If the counter stands still for longer than the deadline in the status page, the wait writes one record, every
     rank's waits leave, and the host raises WaitTimeout. The value returned then does not satisfy the comparison, and
     the program's further results are discarded.

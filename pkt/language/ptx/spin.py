@@ -16,7 +16,7 @@ WAIT_MARKER = "// pkt.wait"
 """Comment in the assembly of a wait, as SIGNAL_MARKER."""
 
 POLLS_PER_CHECK = 1024
-"""Polls between two checks of the abort word and the clock: about a millisecond, so that polls stay fast."""
+"""Polls between two checks of the abort word and the clock: about two milliseconds, so that polls stay fast."""
 FIRST_CHECK = 64
 """Polls before the first check, so that a kernel whose waits all leave because of an abort ends soon."""
 NAP, LONGEST_NAP = 32, 1024

@@ -29,6 +29,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a barrier's shares are one short", "- tl.cast(n, tl.int32) + 2, 1)", "- tl.cast(n, tl.int32) + 1, 1)"),
     ),
     *of(LANGUAGE + "ptx/spin.py", "tests/language/test_wait.py",
+        ("naps do not grow", "mul.lo.u32 a, a, {nap};", "mov.u32 a, {nap};"),
+        ("naps grow without end", "min.u32 a, a, {longest_nap};", "min.u32 a, a, -1;"),
         ("a record is counted without a release", "red.release.sys.global.add.u32", "red.relaxed.sys.global.add.u32"),
         ("the abort word is raised behind the last rank", "setp.lt.u32 q, i, {size};", "setp.le.u32 q, i, {size};"),
         ("the high word of the offset is lost", "st.relaxed.sys.global.b32 [at + 24], d;", "st.relaxed.sys.global.b32 [at + 24], a;"),

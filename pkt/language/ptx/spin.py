@@ -20,7 +20,12 @@ POLLS_PER_CHECK = 1024
 FIRST_CHECK = 64
 """Polls before the first check, so that a kernel whose waits all leave because of an abort ends soon."""
 NAP, LONGEST_NAP = 32, 1024
-"""Nanoseconds between polls: NAP more after each one, and LONGEST_NAP in the end."""
+"""Nanoseconds between polls of a counter: NAP more after each one, and LONGEST_NAP in the end."""
+
+
+_NAP = f"""sub.u32 a, n, {POLLS_PER_CHECK - FIRST_CHECK}; mul.lo.u32 a, a, {NAP}; min.u32 a, a, {LONGEST_NAP};
+nanosleep.u32 a;
+"""
 
 
 def _kernel_name() -> str:
@@ -45,8 +50,7 @@ _HOLDS = {
     "flip": "xor.b{bits} ahead, {found}, {want}; setp.lt.s{bits} p, ahead, 0;",
 }
 
-# The fast path is {poll}, {holds} and the branch. Then the threads nap, longer each time, because the polls of many
-# programs slow down what they wait for. The rest runs every POLLS_PER_CHECK polls:
+# The fast path is {poll}, {holds}, {nap} and the branch. The rest runs every POLLS_PER_CHECK polls:
 # - if the abort word is set, leave;
 # - if the value found has changed, restart the clock;
 # - if the deadline has passed, write one record a program and set the abort word of every rank.
@@ -65,8 +69,7 @@ $$PKT_POLL_${{:uid}}:
 {holds}
 @p bra $$PKT_DONE_${{:uid}};
 add.u32 n, n, 1;
-sub.u32 a, n, {first_count}; mul.lo.u32 a, a, {nap}; min.u32 a, a, {longest_nap}; nanosleep.u32 a;
-and.b32 a, n, {mask};
+{nap}and.b32 a, n, {mask};
 setp.ne.u32 q, a, 0;
 @q bra $$PKT_POLL_${{:uid}};
 {look}
@@ -166,6 +169,7 @@ def _mixed(data: Sequence[str]) -> list[str]:
 def spin(
     poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
     before: str = "", look: str = "", after: str = "", small: bool = False, bits: int = 32, data: Sequence[str] = (),
+    naps: bool = False,
 ) -> str:  # fmt: skip
     """Assembly that runs `before`, repeats `poll` until `holds` sets the predicate p, and runs `after`.
 
@@ -173,7 +177,8 @@ def spin(
     operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: emit less code, which loads
     sooner where time is short, but makes kernels that are short of registers spill more. bits: of the value. data:
     registers of 32 bits that a poll loads with the value; the record uses them all, because ptxas loads only the parts
-    of a word that are used, each by itself.
+    of a word that are used, each by itself. naps: the threads nap between polls, longer each time, because the polls of
+    many programs slow down what they wait for.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
     return _SPIN.format(
@@ -193,8 +198,7 @@ def spin(
         rank=rank,
         first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
-        nap=NAP,
-        longest_nap=LONGEST_NAP,
+        nap=_NAP if naps else "",
         code=page.CMP_CODES[cmp] | (page.CMP_WIDE if bits == 64 else 0),
         aborted=page.CMP_ABORTED,
         abort=4 * page.STATUS_ABORT,
@@ -255,7 +259,7 @@ def wait(ptr, want, cmp, world, _semantic=None):
     if plain(world.network):
         before, load, after = _both_lanes("$0", "$1", "$3", bits, world)
     after += proxy_fences(world, _semantic)
-    text = spin(load, holds, "$0", "$1", 2, cmp, world, before=before, after=after, bits=bits)
+    text = spin(load, holds, "$0", "$1", 2, cmp, world, before=before, after=after, bits=bits, naps=True)
     register, dtype = ("r", core.int32) if bits == 32 else ("l", core.int64)
     if bits == 64:  # Triton wants the pointers of one assembly, the status page's too, to be of one type
         ptr = core.cast(ptr, world.status.dtype, _semantic=_semantic)

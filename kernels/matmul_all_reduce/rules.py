@@ -152,10 +152,13 @@ def space_lcsc(key: Key, gpu: Gpu) -> list[Config]:
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
-    """Candidates of mode gluon; none where it cannot run."""
+    """Candidates of mode gluon, whose own tiles alternate with others' or come last; none where it cannot run."""
     if not rules.gluon_fits(key, gpu, "N"):
         return []
-    return space(mode="gluon", lag=rules.lags(key, gpu), tiles=rules.gluon_tiles(gpu, (4, 8, 16)))
+    tiles, alternating = rules.gluon_tiles(gpu, (4, 8, 16)), rules.lags(key, gpu)
+    own = {t: triton.cdiv(_count(key["M"], key["N"], Tiles(*t)), key["size"]) for t in tiles}
+    last = [config for t in tiles if own[t] > max(alternating) for config in space(mode="gluon", lag=own[t], tiles=[t])]
+    return space(mode="gluon", lag=alternating, tiles=tiles) + last
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds

@@ -55,11 +55,20 @@ def test_every_tile_fits(what, dtype):
         assert stages * block_k * (block_m + block_n) * itemsize <= H200.shared
         if config["mode"] == "gluon" and what != "all_gather_matmul":
             assert config.keys() & {"lag", "copies"}
-            assert 1 <= config.get("lag", 1) <= 132
+            last = 8192 * 8192 // (block_m * block_n) // 4 if what == "matmul_all_reduce" else 1  # all own tiles
+            assert 1 <= config.get("lag", 1) <= 132 or config["lag"] == last
         elif config["mode"] == "gluon":
             assert config["chunk"] % block_k == 0
             assert config["num_comm_sms"] < H200.sms
             assert config["rounds_alone"] >= 0
+
+
+def test_own_tiles_of_the_all_reduce_may_come_last():
+    found = [c for c in own("matmul_all_reduce", key(8192, 8192, 7168)) if c["mode"] == "gluon"]
+    assert {c["lag"] for c in found if c["tiles"][1] == 256} == {9, 17, 33, 66, 132, 512}
+    assert {c["lag"] for c in found if c["tiles"][1] == 128} == {9, 17, 33, 66, 132, 1024}
+    few = [c for c in own("matmul_all_reduce", key(1024, 1024, 7168)) if c["mode"] == "gluon"]
+    assert max(c["lag"] for c in few) == 132, "a rank owns fewer, so they come last already"
 
 
 def test_choices_of_skipped_rounds_and_of_cutting_the_last_whole_one():

@@ -16,13 +16,11 @@ WAIT_MARKER = "// pkt.wait"
 """Comment in the assembly of a wait, as SIGNAL_MARKER."""
 
 POLLS_PER_CHECK = 1024
-"""Polls between two checks of the abort word and the clock: about two milliseconds, so that polls stay fast."""
+"""Polls between two checks of the abort word and the clock: a millisecond or two, so that polls stay fast."""
 FIRST_CHECK = 64
 """Polls before the first check, so that a kernel whose waits all leave because of an abort ends soon."""
 NAP, LONGEST_NAP = 32, 1024
 """Nanoseconds between polls of a counter: NAP more after each one, and LONGEST_NAP in the end."""
-
-
 _NAP = f"""sub.u32 a, n, {POLLS_PER_CHECK - FIRST_CHECK}; mul.lo.u32 a, a, {NAP}; min.u32 a, a, {LONGEST_NAP};
 nanosleep.u32 a;
 """
@@ -50,7 +48,7 @@ _HOLDS = {
     "flip": "xor.b{bits} ahead, {found}, {want}; setp.lt.s{bits} p, ahead, 0;",
 }
 
-# The fast path is {poll}, {holds}, {nap} and the branch. The rest runs every POLLS_PER_CHECK polls:
+# The fast path is {poll}, {holds} and the branch. Behind it the threads nap. The rest runs every POLLS_PER_CHECK polls:
 # - if the abort word is set, leave;
 # - if the value found has changed, restart the clock;
 # - if the deadline has passed, write one record a program and set the abort word of every rank.

@@ -50,7 +50,7 @@ own tiles come last from ROUND_BYTES on, which is what L2 holds. 16384 x 16384 w
 where they alternate, and 6.07 where they come last; 16384 x 8192 with 7168 3.32 and 3.00, 16384 x 5120 with 6400 1.83
 and 1.72; but 16384 x 16384 with 4096 3.47 and 3.67. On 2 8192 x 8192 with 7168 takes 1.46 and 1.39, 16384 x 5120 with
 6400 1.71 and 1.58 (matmul_all_reduce_naps_h100_4.json and _2.json). On 2 x H200 16384 x 16384 with 8192 takes 6.5 ms
-where they alternate, which is 670 TFLOP/s."""
+where they alternate, which is 670 TFLOP/s (exhaustive_matmul_all_reduce_2.json)."""
 MISSED = 0.42
 """The share of what programs load that comes from memory where own tiles alternate with others'. Seven products on 4 x
 H100, with K up to 7168, take as long as memory takes for 0.40 to 0.43 of it."""
@@ -123,8 +123,10 @@ def settled(
 
 
 def early_tiles(count: int, lag: int, programs: int, size: int) -> int:
-    """How many of other ranks' tiles, of `count` in all, land before the last ones are computed: all but those of the
-    last round of own tiles, and one a program."""
+    """How many tiles of other ranks are copied while this rank still computes, of an output of `count` tiles. The rest
+    land about when it has finished: twice what lands in the last round of own tiles, and one a program. Before waits
+    napped, 4096 x 4096 with K = 2048 took 218 us on 4 x H100 with this number, 226 with more and 198 with none
+    (matmul_all_reduce_polls_h100_4.json). It takes 200 since, with this number."""
     others = (size - 1) * triton.cdiv(count, size)
     return max(0, others - 2 * (size - 1) * min(lag, programs) - programs)
 

@@ -22,10 +22,8 @@ def test_two_shot_fits(compiling, tmp_path, tiles, in_place):
     code = sass(launch.kernel, tmp_path)
     blocks = (tiles or NARROW).block_n // 64  # a store of 64 columns each, for each half
     assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * (1 + 3 + 3) * blocks
-    waits = (
-        1 if in_place else 3
-    )  # for tiles of the other ranks: of the storer, or of the consumers and the warps that copy
-    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == 1 + waits
+    landed = 1 if in_place else 3  # waits: of the storer, or of both consumers and of the warps that copy
+    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == 1 + landed
     assert len(re.findall(SIGNAL, launch.ptx)) == 1 + 3
     runs = 0 if in_place else 4 + 2 * blocks * 4  # of 16 bytes, of a thread that copies and of one of each consumer
     for way in ("STG", "LDG"):

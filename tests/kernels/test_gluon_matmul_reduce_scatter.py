@@ -95,6 +95,14 @@ def test_own_tiles_come_last_where_memory_is_slow_and_programs_drift_apart(size,
     assert reduce_rules.settled(M, N, K, size, 132)[1] < own
 
 
+@pytest.mark.parametrize(
+    ("count", "lag", "size", "early"), [(1024, 66, 4, 240), (8192, 2048, 4, 5220), (256, 66, 4, 0), (64, 64, 1, 0)]
+)
+def test_tiles_that_land_in_the_last_rounds_are_not_copied_early(count, lag, size, early):
+    """All but twice those that land in the last round of own tiles, and one a program."""
+    assert reduce_rules.early_tiles(count, lag, 132, size) == early
+
+
 def test_own_tiles_are_rounds_behind(compiling):
     """One round. In the all-reduce two rounds of narrow tiles, and a part of a round of wide tiles where that is long
     enough. Never less than one tile, nor more than all that a rank owns."""

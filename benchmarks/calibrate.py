@@ -44,9 +44,9 @@ KNOTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 """M at which the factor of a form is fitted; in between, logarithms are interpolated."""
 OFFSETS = tuple(n * 1e-6 for n in range(-8, 21))
 """Candidates for the seconds that a form takes beside those of the model."""
-STIFF, SHRINK, TURN, LATE = 0.3, 0.05, 1.0, 0.05 / 1e-6
-"""How much a step of the curve of factors costs, a factor other than 1, an exponent other than 0, and a second of
-offset, against a relative error of 1."""
+STIFF, SHRINK, ALIKE, TURN, LATE = 0.3, 0.05, 0.25, 1.0, 0.05 / 1e-6
+"""How much a step of a curve of factors costs, a factor other than 1, factors that differ between numbers of ranks, an
+exponent other than 0, and a second of offset, against a relative error of 1."""
 RIVAL = 1.5
 """Forms that take so many times as long as the fastest say nothing about close choices."""
 HELD_OUT, FOLDS = 3, 4
@@ -111,7 +111,7 @@ def measured() -> tuple[dict[Shape, dict[str, float]], list[Path]]:
                     form = _form(shape, row["variant"])
                     if form and "ms" in row:
                         found.setdefault(shape, {})[form] = row["ms"] / 1e3
-    for path in sorted(RESULTS.glob("zoo_calibration_*.json")):
+    for path in (*sorted(RESULTS.glob("zoo_calibration_*.json")), RESULTS / "zoo_4.json"):
         paths.append(path)
         for shape, forms in of_zoo(path).items():
             found.setdefault(shape, {}).update(forms)
@@ -178,7 +178,7 @@ def of_zoo(path: Path) -> dict[Shape, dict[str, float]]:
 
     found = {}
     for key, variants in timed(path).items():
-        forms = {v.removeprefix("pkt "): ms / 1e3 for v, ms in variants.items() if v.startswith(("pkt ", PRODUCT))}
+        forms = {VARIANTS.get(v, v).removeprefix("pkt "): ms / 1e3 for v, ms in variants.items()}
         known, shape = {PRODUCT, *OPERATORS[key[0]].forms}, Shape(*key[:5], "rows", key[5])
         if _were_otherwise(shape):
             known.discard("gluon")
@@ -294,20 +294,28 @@ class Point(NamedTuple):
 
 
 def _curve(points: Sequence[Point]) -> dict[str, Any]:
-    """The offset, the factors by M and the exponents of N and K that fit best."""
+    """The offset, the factors by M for the fewest and the most ranks, and the exponents of N and K that fit best."""
     guess, seconds, weight = (np.array(column) for column in list(zip(*points))[1:])
     M, N, K = (np.array([getattr(point.shape, side) for point in points], float) for side in "MNK")
     at, knots = np.log(np.clip(M, KNOTS[0], KNOTS[-1])), np.log(KNOTS)
     hats = [np.interp(at, knots, unit) for unit in np.eye(len(KNOTS))]
-    terms = np.stack([*hats, np.log(N / calibration.SIDE), np.log(K / calibration.SIDE)], axis=1)
-    steps = np.diff(np.eye(len(KNOTS), len(KNOTS) + 2), axis=0)  # level where nothing was measured
-    ridge = np.diag([SHRINK] * len(KNOTS) + [TURN] * 2)
+    ranks = sorted({point.shape.size for point in points})[:: len({point.shape.size for point in points}) - 1 or 1]
+    share = [
+        np.interp(np.log([point.shape.size for point in points]), np.log(ranks), unit) for unit in np.eye(len(ranks))
+    ]
+    curves = [part * hat for part in share for hat in hats]
+    terms = np.stack([*curves, np.log(N / calibration.SIDE), np.log(K / calibration.SIDE)], axis=1)
+    every = np.eye(len(curves), len(curves) + 2)
+    steps = np.diff(every.reshape(len(ranks), len(KNOTS), -1), axis=1)  # level where nothing was measured
+    apart = np.diff(every.reshape(len(ranks), len(KNOTS), -1), axis=0)
+    ridge = np.diag([SHRINK] * len(curves) + [TURN] * 2)
     best: tuple[float, float, Any] | None = None
     for offset in OFFSETS:
         if offset >= 0.8 * seconds.min():
             continue
         wanted = np.log((seconds - offset) / guess)
-        left = np.concatenate([terms * weight[:, None], STIFF * steps, ridge])
+        stiff = [part.reshape(-1, terms.shape[1]) for part in (STIFF * steps, ALIKE * apart)]
+        left = np.concatenate([terms * weight[:, None], *stiff, ridge])
         right = np.concatenate([wanted * weight, np.zeros(len(left) - len(wanted))])
         found = np.linalg.lstsq(left, right, rcond=None)[0]
         off = np.log((offset + np.exp(terms @ found) * guess) / seconds) * weight
@@ -320,7 +328,8 @@ def _curve(points: Sequence[Point]) -> dict[str, Any]:
         side: [round(float(power), 4), int(of.min()), int(of.max())]
         for side, power, of in zip("NK", found[-2:], (N, K))
     }
-    factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, found)]
+    factors = found[:-2].reshape(len(ranks), -1)
+    factor = {str(r): [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, of)] for r, of in zip(ranks, factors)}
     rows = [int(M.min()), int(M.max())]
     return {"points": len(points), "offset": _round(offset), "rows": rows, "sides": sides, "factor": factor}
 

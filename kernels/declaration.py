@@ -84,7 +84,8 @@ class Form:
         it cannot run. seconds: the parts of a candidate's predicted time there.
     one_shape: settings that are right for one shape only; the tuner carries none of them to another shape.
     settles: its own rule settles all its settings well; to another shape the tuner carries only the mode.
-    outruns: forms that do the same in plain Triton. On a GPU that runs this one none is expected to be as fast.
+    outruns: forms that do the same and were not found faster, on GPUs that run Gluon forms. None is expected to be as
+        fast there.
     roundings: how often an element of the result is rounded to its dtype, for a world size.
     small: settings for shapes of some dozen elements, as tests simulate them.
     """

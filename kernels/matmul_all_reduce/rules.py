@@ -62,10 +62,6 @@ WIDE_COST = 1.1
 """A wide tile takes so many times as long as by `pkt.model.cost.tile_seconds`. With 1.0 or 1.2 the model's choices are
 worse at shapes that were measured later (tests/tune/test_calibration.py): in the mean 1.0049 and 1.0056 times the time
 of the fastest form, with 1.1 1.0031."""
-PEER = 8e-6
-"""Seconds for each peer beyond the first: an owner adds one part of a tile after the other, and stores the sum rank by
-rank. 9 products of 128 to 1024 rows take 14 to 20 us longer on 4 ranks than the fit to 2 ranks says (zoo_4.json).
-Where other tiles are computed meanwhile it is 5 or less: in three rounds, or in two if wide tiles alternate."""
 NUM_COMM_SMS = 16
 """Where "lcsc" is given none."""
 CURVE_PEERS = 4
@@ -185,21 +181,16 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     case = Product.of(key, tiles)
     count = case.tiles(case.M)
     own, rounds = triton.cdiv(count, case.size), math.ceil(count / gpu.sms)
-    wide, hidden = case.block_n > NARROW.block_n, rounds > 2
-    few = triton.cdiv(case.M, case.block_m) < FEW_BLOCKS
+    wide, few = case.block_n > NARROW.block_n, triton.cdiv(case.M, case.block_m) < FEW_BLOCKS
     share = MISSED_OF_FEW if few else 0.0 if lag == own else MISSED
     if lag == own:  # their sums are sent while they are computed
         lag = rules.lag_of(None, 0.25, own, gpu.sms, case.size)
-    elif rounds > 1:
-        hidden |= wide
     loaded = count * (case.block_m + case.block_n) * case.K * case.itemsize
     missed = share * loaded / gpu.memory if rounds > 1 and case.size > 1 else 0.0
     found = rules.in_turns(case, lag, own, rules.reduced(key), gpu)
-    found = replace(
-        found,
-        compute=(WIDE_COST if wide else 1) * found.compute,
-        sync=found.sync + (0 if hidden else PEER * max(0, case.size - 2)),
-    )
+    found = replace(found, compute=(WIDE_COST if wide else 1) * found.compute)
+    if few and rounds > 1:  # they begin to send when little is left to compute
+        found = replace(found, exposed=min(found.compute, found.communication), sync=2 * gpu.signal)
     if found.launch + missed > found.total:
         return replace(found, memory=missed, exposed=0.0, sync=0.0)
     return found

@@ -172,7 +172,8 @@ def _forms(
         "unfused": Form(
             _plan(ours, again=True), f"cuBLAS and pkt's own {name}", moves,
             roundings=lambda size: 4 if sums else 3,
-            space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", collective, sent), **more,
+            space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", collective, sent),
+            outruns=("nccl",), **more,
         ),
         "nccl": Form(
             _plan(nccl), f"cuBLAS and NCCL's {name}, through torch.distributed", moves,

@@ -63,7 +63,7 @@ H200 = Gpu(
 """flops: from the data sheet. slow, l2 and launch: fitted to benchmarks/results/*.json, as are those of cost.py."""
 
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", memory=2.9e12)
-"""The same chip with slower memory. memory: fitted to cuBLAS's products of 4 to 68 rows in zoo_4.json of
+"""The same chip with slower memory. memory: fitted to cuBLAS's products of 4 to 68 rows in zoo_h100_4.json of
 benchmarks/results."""
 KNOWN = {gpu.name: gpu for gpu in (H200, H100)}
 """Name -> GPU, of those that were measured."""

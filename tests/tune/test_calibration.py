@@ -18,10 +18,10 @@ from tests.tune.helpers import OPERATORS
 # the worst. As found, rounded up. The worst is cuBLAS, 136 us for 128 rows of 5120 x 25600 in one layout, 88 for 64.
 HELD = {"held out": (1.01, 1.045, 1.36), "shipped": (1.01, 1.05, 1.36)}
 LATER = (1.01, 1.06, 1.15)
-# On 4 H100: an operator's time / that of the fastest baseline, geometric mean, as found, rounded up; and the product
-# that takes more than 1.03 times as long, 1.043. In another run on 4 H100 the form that is taken took 7 % less.
-LOST = {"all_gather_matmul": 0.86, "matmul_reduce_scatter": 0.79, "matmul_all_reduce": 0.88}
-MISSED = {("matmul_all_reduce", 128, 16384, 13312, "transposed")}
+# On 4 H100: an operator's time / that of the fastest baseline, geometric mean, as found, rounded up; and the products
+# that take more than 1.03 times as long, 1.043 and 1.063. In another run on 4 H100 the first took 7 % less in its form.
+LOST = {"all_gather_matmul": 0.861, "matmul_reduce_scatter": 0.787, "matmul_all_reduce": 0.874}
+MISSED = {("matmul_all_reduce", 128, 16384, 13312, "transposed"), ("matmul_all_reduce", 1024, 5120, 6400, "transposed")}
 # Of those away from all that was fitted, where a safe form is taken instead of one that may be slow.
 AWAY = (1.05, 1.2)
 
@@ -105,12 +105,12 @@ def test_the_choices_at_shapes_that_were_measured_later(times, capsys):
     assert all(found <= most for found, most in zip((mean, late, worst), LATER)), (mean, late, worst)
 
 
-def test_the_choices_on_another_gpu_and_more_ranks(capsys):
-    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 H200, and to 2 H100 where memory is no
-    limit."""
+def test_the_choices_on_another_gpu(capsys):
+    """On 4 H100, of which the model knows the rate of memory. It was fitted to 2 and 4 H200, and to 2 H100 where memory
+    is no limit."""
     gpu, ratios = gpu_named("NVIDIA H100 80GB HBM3"), []
     losses = {operator: {} for operator in OPERATORS}
-    for (operator, M, N, K, size, weights), ms in zoo.measured(calibrate.RESULTS / "zoo_4.json").items():
+    for (operator, M, N, K, size, weights), ms in zoo.measured(calibrate.RESULTS / "zoo_h100_4.json").items():
         forms = {mode: ms[f"pkt {mode}"] for mode in OPERATORS[operator].forms if f"pkt {mode}" in ms}
         order = OPERATORS[operator].forecast(calibrate.Shape(operator, M, N, K, size, "rows").key, gpu).order
         taken = forms[next(mode for mode in order if mode in forms)]
@@ -120,7 +120,7 @@ def test_the_choices_on_another_gpu_and_more_ranks(capsys):
     with capsys.disabled():
         print(f"\n4 H100: {len(ratios)} shapes, regret mean {statistics.fmean(ratios):.4f}, worst {max(ratios):.3f}")
     assert len(ratios) > 200
-    assert statistics.fmean(ratios) <= 1.01
+    assert statistics.fmean(ratios) <= 1.004
     assert max(ratios) <= 1.14, "1500 rows of 1536 x 6144, which the Gluon form of GEMM+RS takes 13 us less for"
     means = {operator: statistics.geometric_mean(of.values()) for operator, of in losses.items()}
     assert all(means[operator] <= LOST[operator] for operator in LOST), means
@@ -164,11 +164,12 @@ def test_the_file_agrees_with_the_results():
 def test_a_fit_finds_what_was_put_in():
     """Offset, factors and exponents of times that were made of them."""
 
-    def shape(M, N, K):
-        return calibrate.Shape("op", M, N, K, 2)
+    def shape(M, N, K, size=2):
+        return calibrate.Shape("op", M, N, K, size)
 
     made = [
-        calibrate.Point(shape(M, N, K), guess, 3e-6 + 1.2 * (N / K) ** 0.1 * guess)
+        calibrate.Point(shape(M, N, K, size), guess, 3e-6 + factor * (N / K) ** 0.1 * guess)
+        for size, factor in ((2, 1.2), (3, 1.2 * 1.5 ** math.log2(1.5)), (4, 1.8))
         for M in (1, 64, 4096)
         for N in (1024, 4096, 8192)
         for K, guess in ((1024, 2e-5), (4096, 1e-4), (16384, 1e-3))
@@ -183,14 +184,14 @@ def test_a_fit_finds_what_was_put_in():
     assert found["rows"] == [1, 4096]
     assert found["sides"]["N"][1:] == [1024, 8192]
     alone = calibrate._curve([calibrate.Point(shape(4096, 4096, 4096), 1e-3, 1e-3)])
-    assert (alone["offset"], {factor for _, factor in alone["factor"]}) == (0.0, {1.0})
+    assert (alone["offset"], {factor for _, factor in alone["factor"]["2"]}) == (0.0, {1.0})
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
 @pytest.fixture
 def table():
     sides = {"N": [0.5, 1024, 32768], "K": [0.0, 1, 1 << 20]}
-    curve = {"points": 1 << 30, "offset": 2e-6, "rows": [2, 512], "sides": sides, "factor": [[1, 2.0], [4, 1.0]]}
+    curve = {"points": 1 << 30, "offset": 2e-6, "rows": [2, 512], "sides": sides, "factor": {"2": [[1, 2.0], [4, 1.0]]}}
     points = {"2": [[1000, 10e-6], [2000, 12e-6]], "8": [[1000, 30e-6]]}
     content = {
         "collectives": {"all_gather": {"pkt": points}},
@@ -208,6 +209,7 @@ def key(M=64, N=1024, K=1024, size=2, dtype="bf16", **more):
 
 
 def test_a_correction_is_an_offset_and_a_factor(table):
+    curve = table["forms"]["op"]["rows"]["fast"]
     parts = Estimate(launch=1e-6, compute=9e-6)
     for M, factor in ((1, 2.0), (2, 2**0.5), (4, 1.0), (4096, 1.0)):
         found = calibration.corrected("op", "fast", key(M, N=8192), parts)
@@ -217,6 +219,10 @@ def test_a_correction_is_an_offset_and_a_factor(table):
     assert calibration.corrected("op", "fast", key(shard="columns"), parts) == parts
     for N, factor in ((512, 8**-0.5), (1024, 8**-0.5), (32768, 2.0), (1 << 20, 2.0)):
         assert calibration.corrected("op", "fast", key(4, N), parts).total == pytest.approx(2e-6 + factor * 10e-6)
+    curve["factor"]["8"] = [[1, 32.0], [4, 4.0]]
+    for size, factor in ((1, 1.0), (2, 1.0), (4, 2.0), (8, 4.0), (16, 4.0)):
+        found = calibration.corrected("op", "fast", key(4, N=8192, size=size), parts)
+        assert found.total == pytest.approx(2e-6 + factor * 10e-6), "between numbers of ranks by logarithms"
     square = key(4, N=8192)
     assert calibration.product(square).total == pytest.approx(2e-6 + library(square).total)
     twice = calibration.corrected("op", "fast", square, calibration.corrected("op", "fast", square, parts))
@@ -253,6 +259,9 @@ def test_the_model_is_trusted_less_with_every_doubling(table):
     assert trust(N=4096)[1] == "M = 64, N = 4096, K = 1024 on 2 ranks is 2.0 doublings from the nearest measured shape"
     assert trust(N=1024 << 5)[0] == trust(dtype="fp32")[0] == trust(gpu_named("NVIDIA B200"))[0] == math.inf
     assert "far from every measured shape" in trust(N=1024 << 5)[1]
+    h100 = gpu_named("NVIDIA H100 80GB HBM3")
+    assert trust(h100) == (calibration.OTHER_GPU, f"the model was fitted to {H200.name}, not to {h100.name}")
+    assert trust(h100, N=4096)[0] == 1.0 + calibration.OTHER_GPU
 
     def handicap(mode, doublings, **more):
         return calibration.handicap("op", mode, key(**more), doublings)
@@ -284,6 +293,19 @@ def test_what_is_not_known_is_left_to_the_safe_forms(what):
         assert found.doubt
         assert {*found.order} == {*operator.forms}
     assert operator.forecast({**near, "M": 0, "dtype": "bf16", "size": 4}, H200).order[:2] == SAFE
+
+
+@pytest.mark.parametrize("what", OPERATORS)
+def test_what_was_measured_says_which_forms_are_slower(what, times):
+    """In one case NCCL took 0.4 % less, where the Gluon form took 15 % less than either."""
+    faster = []
+    for shape, found in times.items():
+        for name, form in OPERATORS[what].forms.items() if shape.operator == what else ():
+            for slower in set(form.outruns) & found.keys() if name in found else ():
+                faster += (
+                    [(shape, slower)] if found[slower] < found[name] and found[slower] == min(found.values()) else []
+                )
+    assert not faster
 
 
 @pytest.mark.parametrize("what", OPERATORS)

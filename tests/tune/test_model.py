@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.kernels.all_gather_matmul.rules import BESIDE
-from pkt.kernels.matmul_all_reduce.rules import MISSED, PEER, ROUND_BYTES, WIDE_COST, operands
+from pkt.kernels.matmul_all_reduce.rules import MISSED, ROUND_BYTES, WIDE_COST, operands
 from pkt.kernels.matmul_reduce_scatter.rules import ANNOUNCED, PARCEL_COSTS
 from pkt.kernels.shared.product_rules import ARRIVES
 from pkt.kernels.shared.tile_product import Tiles
@@ -174,13 +174,14 @@ def test_pkt_s_own_collective_beside_a_product(what):
         assert MODELS[what](UNFUSED, case) == pytest.approx(library(case).total + moving)
         assert 7e-6 < moving < 10e-6 + sent(what, case) / 340e9
         assert moving < collective_seconds(COLLECTIVES[what], "nccl", sent(what, case), 4)
-    assert estimate(what, UNFUSED, case).total < estimate(what, NCCL, case).total
+    assert estimate(what, UNFUSED, case).total < 1.02 * estimate(what, NCCL, case).total
+    assert OPERATORS[what].forecast(case, H200).seconds["nccl"] > estimate(what, UNFUSED, case).total
 
 
 def test_few_rows_and_their_all_reduce():
-    """Measured on 4 x H200, in us, by benchmarks/results/matmul_all_reduce.json and collectives.json."""
+    """Measured on 4 x H200, in us, by benchmarks/results/zoo_4.json and collectives.json."""
     case = {"N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
-    for M, nccl, ours in ((1, 53.8e-6, 45.7e-6), (16, 53.7e-6, 47.8e-6), (128, 70.5e-6, 63.9e-6)):
+    for M, nccl, ours in ((2, 55.2e-6, 44.9e-6), (8, 56.1e-6, 46.4e-6), (64, 62.8e-6, 52.0e-6)):
         assert estimate("matmul_all_reduce", NCCL, {**case, "M": M}).total == pytest.approx(nccl, rel=0.06)
         assert estimate("matmul_all_reduce", UNFUSED, {**case, "M": M}).total == pytest.approx(ours, rel=0.15)
     for M, seconds in ((1, 7.47e-6), (64, 14.2e-6), (1024, 83.1e-6)):
@@ -213,9 +214,9 @@ def test_taking_turns_by_hand(what):
     assert in_turns(what, short) == in_turns(what, short, lag=33)
     few = {**case, "M": 512, "N": 512}
     assert in_turns(what, few, lag=8) == in_turns(what, few, lag=2), "two tiles of each rank"
-    if what == "matmul_all_reduce":
-        found, two = (in_turns(what, {**few, "size": size}, lag=1).sync for size in (4, 2))
-        assert found - two == pytest.approx(2 * PEER, rel=0.02), "an owner adds three parts, one after the other"
+    if what == "matmul_all_reduce":  # 5 row blocks in two rounds
+        found = in_turns(what, {**case, "M": 514}, lag=1)
+        assert found.exposed == min(found.compute, found.communication), "nothing is sent meanwhile"
     alone = in_turns(what, {**case, "size": 1}, lag=8)
     assert (alone.communication, alone.sync) == (0, 2 * H200.signal)
 
@@ -393,7 +394,7 @@ def test_two_chunks_shorten_the_wait_if_the_own_shard_is_done_before():
 
 @pytest.mark.parametrize("more", [{"num_comm_sms": 0}, {}])
 def test_gluon_forms_read_the_weights_once_for_each_rank_s_rows(more):
-    """As zoo_4.json of benchmarks/results shows of 8 rows on 4 ranks."""
+    """As zoo_h100_4.json of benchmarks/results shows of 8 rows on 4 ranks."""
     key = {"M": 8, "N": 14336, "K": 8192, "dtype": "bf16", "size": 4, "shard": "rows"}
     found = estimate("all_gather_matmul", {"mode": "gluon", **more}, key)
     assert found.memory == pytest.approx(4 * 2 * 14336 * 8192 / H200.memory, rel=0.01)

@@ -18,6 +18,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks count like N", 'RANKS * doublings(key["size"], size)', 'doublings(key["size"], size)'),
         ("rows outside the measured ones do not count", 'rows = doublings(key["M"], min(max(key["M"], least), most))',
          "rows = 0.0"),
+        ("all numbers of ranks have one factor", 'interpolated(ranks, key["size"])', "ranks[0][1]"),
+        ("other GPUs are trusted as the measured one", "else OTHER_GPU", "else 0.0"),
     ),
     *of(MODEL + "config.py", "tests/tune/test_config.py",
         ("1 and True are one setting", "return self._text == other._text if isinstance",

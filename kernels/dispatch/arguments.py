@@ -22,7 +22,8 @@ class Size(NamedTuple):
     K2: tl.constexpr  # the next power of two
     ALIGNMENT: tl.constexpr
     CLEAR: tl.constexpr  # zeros in the rows behind the last expert's
-    CHUNK: tl.constexpr  # tokens a signal
+    CHUNK: tl.constexpr  # slots that a source takes in turn
+    LEAST: tl.constexpr  # tokens a signal, at least
     SENDERS: tl.constexpr  # programs that store into inboxes
     TOKENS: tl.constexpr  # numbered at a time
     ROWS: tl.constexpr  # copied at a time, ROWS x COLS

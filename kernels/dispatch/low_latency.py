@@ -138,7 +138,7 @@ def _numbers(idx_ptr, t, p, world):
 
 @triton.jit
 def _chunk(chunks, g, source):
-    """The number of chunk g from `source`, see totals.chunk. chunks: (W,), that each rank sends."""
+    """The number of chunk g from `source`, see totals.first. chunks: (W,), that each rank sends."""
     ranks = tl.arange(0, chunks.shape[0])
     return tl.sum(tl.minimum(chunks, g + (ranks < source).to(tl.int32)), 0)
 

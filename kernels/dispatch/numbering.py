@@ -56,7 +56,7 @@ def number(idx_ptr, half, room, to, routes_ptr, m, p, world):
     by = tl.arange(0, triton.next_power_of_2(world.size))[None, None, :]
     both = (ranks[:, :, None] < world.size) & (by < world.size)
     tokens = half + by * (p.EXPERTS + world.size) + p.EXPERTS + ranks[:, :, None]
-    chunks = tl.cdiv(tl.load(tokens, mask=both, other=0), p.CHUNK)  # that each rank sends to each, see `totals.chunk`
+    chunks = tl.cdiv(tl.load(tokens, mask=both, other=0), p.CHUNK)  # that each rank sends to each, see `totals.first`
     PAIRS: tl.constexpr = p.TOKENS * p.K2
     i = tl.arange(0, PAIRS)
     sent = totals.before(m.sent, world.size, pid)

@@ -27,6 +27,7 @@ THREADS = 256
 """Of a program in the low-latency form: a thread moves a word at a time."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
+LEAST_PIECE = 4
 
 
 def _buffers(call: Call, p: Size, programs: int, sort: bool) -> Buffers:
@@ -41,7 +42,7 @@ def _buffers(call: Call, p: Size, programs: int, sort: bool) -> Buffers:
             int32("counts", 2, size, n + size),
             empty(slots, max(p.H, 1), dtype=moved_as(call.dtype), name="dispatch.inbox", world=world),
             int32("meta", slots, meta),
-            signals(1 + slots // p.CHUNK.value, name="dispatch.ready", world=world),
+            signals(1 + slots // p.LEAST.value, name="dispatch.ready", world=world),
             signals(1, name="dispatch.grid", world=world),
             int32("hist", programs, n), int32("sent", programs, size), int32("base", programs, n),
             int32("order", size, p.S),
@@ -95,11 +96,16 @@ def _sized(call: Call, senders: int) -> Size:
     return Size(
         T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
         *map(tl.constexpr, (
-            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
-            max(1, 64 // K2), min(chunk, max(1, COPIED // (cols * call.dtype.itemsize))), cols,
+            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, least_of(chunk),
+            senders, max(1, 64 // K2), min(chunk, max(1, COPIED // (cols * call.dtype.itemsize))), cols,
             STAGES, scales_of(call) > 0,
         )),
     )  # fmt: skip
+
+
+def least_of(chunk: int) -> int:
+    """Tokens of a piece, at least: of fewer, what describes them takes longer than they do."""
+    return max(1, min(LEAST_PIECE, chunk // 2))
 
 
 def plan_nodes(call: Call) -> Launch:

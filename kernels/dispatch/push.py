@@ -2,12 +2,13 @@
     1. Every program counts the tokens of its share by expert and by rank. The ranks exchange these counts.
     2. Every rank so knows all counts, and where each row of each rank begins. Programs number their tokens.
     3. Some programs store tokens into the inboxes of the ranks, each token once a rank, whatever number of its experts
-       is there, with the rows that it takes there and its scales. They signal once a chunk of tokens.
-    4. The other programs copy each token into its rows: this rank's own tokens first, then chunks as they arrive.
+       is there, with the rows that it takes there and its scales. They signal once a piece of some tokens.
+    4. The other programs copy each token into its rows: this rank's own tokens first, then pieces as they arrive.
 
 A token has a slot at each rank that it goes to. A rank numbers slots chunk by chunk, and its sources take turns, so
-that all of them arrive at the same time. A token's place in the inbox is its slot, unless tokens are sorted. Then a
-source fills its places in the order in which it sends, and each token brings the number of its slot.
+that all of them arrive at the same time. A piece is a chunk, or a part of it where there are few tokens. A token's
+place in the inbox is its slot, unless tokens are sorted. Then a source fills its places in the order in which it sends,
+and each token brings the number of its slot.
 """
 
 from __future__ import annotations
@@ -71,47 +72,53 @@ def begin(idx_ptr, to, routes_ptr, m, p, world):
 
 @triton.jit
 def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p, world):
-    """Store this rank's tokens into the others' inboxes, chunk by chunk."""
+    """Store this rank's tokens into the others' inboxes, piece by piece."""
     PEERS: tl.constexpr = world.size - 1
     rank = tl.cast(world.rank, tl.int32)
+    sent = totals.sent(half, p, world)
+    piece = totals.piece(sent, p, world)
     k = tl.arange(0, p.K2)[None, :]
-    for task in range(tl.program_id(0), tl.cdiv(p.T, p.CHUNK) * PEERS, p.SENDERS):
+    for task in range(tl.program_id(0), tl.cdiv(p.T, piece) * PEERS, p.SENDERS):
         peer = (rank + 1 + task % PEERS) % world.size
-        g = task // PEERS
-        count = totals.sent(half, rank, peer, p, world)
-        if (g * p.CHUNK < count) & totals.fits(room, peer, world):
-            chunk = totals.chunk(half, g, rank, peer, p, world)
-            order = m.order + peer * p.S + g * p.CHUNK
+        begin = task // PEERS * piece
+        received = totals.received(sent, peer)
+        end = tl.minimum(totals.of_rank(received, rank), begin + piece)
+        if (begin < end) & totals.fits(room, peer, world):
+            place = totals.first(received, begin, rank, p)
+            order = m.order + peer * p.S + begin
             at = tl.arange(0, p.CHUNK)[:, None]
-            inside = g * p.CHUNK + at < count
+            inside = begin + at < end
             t = tl.load(order + at, mask=inside, other=0)
             rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
             slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + peer, mask=inside, other=0)
-            meta = m.meta + tl.cast(chunk * p.CHUNK + at, tl.int64) * (2 * p.K + 2 + p.G)
+            meta = m.meta + tl.cast(place + at, tl.int64) * (2 * p.K + 2 + p.G)
             pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
             pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
             pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
             pl.store(meta + 2 * p.K + 1, slot, peer, world, mask=inside)
             if p.SCALED:
                 scales.send(s_ptr, t, inside, pl.peer(meta + 2 * p.K + 2, peer, world), p)
-            for start in range(0, p.CHUNK, p.ROWS):
+            for start in range(0, end - begin, p.ROWS):
                 i = start + tl.arange(0, p.ROWS)[:, None]
-                some = g * p.CHUNK + i < count
+                some = begin + i < end
                 tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
-                inbox = m.inbox + tl.cast(chunk * p.CHUNK + i, tl.int64) * p.H
+                inbox = m.inbox + tl.cast(place + i, tl.int64) * p.H
                 cols = tl.arange(0, p.COLS)[None, :]
                 for col in tl.range(0, p.H, p.COLS, num_stages=p.STAGES):
                     both = some & (col + cols < p.H)
                     pl.store(inbox + col + cols, tl.load(tokens + col + cols, mask=both), peer, world, mask=both)
-            pl.signal(m.ready + 1 + chunk, peer, world, value=launch, op="set")  # publish the chunk
+            pl.signal(m.ready + 1 + place // p.LEAST, peer, world, value=launch, op="set")  # publish the piece
 
 
 @triton.jit
 def tasks(half, room, p, world):
-    """Chunks of this rank's own tokens; and with as many of each other rank as the one has that sends most."""
+    """Pieces of this rank's own tokens; and with as many of each other rank as the one has that sends most."""
     rank = tl.cast(world.rank, tl.int32)
-    own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
-    last = own + tl.max(totals.chunks(half, rank, p, world), 0) * (world.size - 1)
+    sent = totals.sent(half, p, world)
+    piece = totals.piece(sent, p, world)
+    received = totals.received(sent, rank)
+    own = tl.cdiv(totals.of_rank(received, rank), piece)
+    last = own + tl.cdiv(tl.max(received, 0), piece) * (world.size - 1)
     if not totals.fits(room, rank, world):
         own = 0
         last = 0
@@ -122,7 +129,7 @@ def tasks(half, room, p, world):
 def place(
     x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, common, placers, last, to, routes_ptr, arrived, m, p, world
 ):  # fmt: skip
-    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent.
+    """Copy tokens into their rows: my own, then the pieces of the other ranks in the order in which they are sent.
 
     The `step` programs that place share the `tasks` below `common`. The first `placers` of them share the rest, up to
     `last`. first: the number of this program among them. arrived: where rows are counted that are there, see
@@ -130,51 +137,58 @@ def place(
     """
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
-    own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
+    sent = totals.sent(half, p, world)
+    piece = totals.piece(sent, p, world)
+    received = totals.received(sent, rank)
+    own = tl.cdiv(totals.of_rank(received, rank), piece)
     early = tl.cdiv(tl.maximum(common - first, 0), step)
     late = tl.where(first < placers, tl.cdiv(tl.maximum(last - common - first, 0), placers), 0)
     for turn in range(early + late):
         task = tl.where(turn < early, first + turn * step, common + first + (turn - early) * placers)
         source = rank
-        g = task
+        begin = task * piece
         if world.size > 1:
             if task >= own:
                 source = (rank + world.size - 1 - (task - own) % (world.size - 1)) % world.size
-                g = (task - own) // (world.size - 1)
-        count = totals.sent(half, source, rank, p, world)
-        if g * p.CHUNK < count:
-            chunk = totals.chunk(half, g, source, rank, p, world)
+                begin = (task - own) // (world.size - 1) * piece
+        count = totals.of_rank(received, source)
+        end = tl.minimum(count, begin + piece)
+        if begin < end:
+            place = totals.first(received, begin, source, p)
             if source != rank:
-                pl.wait(m.ready + 1 + chunk, launch, world, cmp="eq")
-            order = m.order + rank * p.S + g * p.CHUNK
+                pl.wait(m.ready + 1 + place // p.LEAST, launch, world, cmp="eq")
+            order = m.order + rank * p.S + begin
             at = tl.arange(0, p.CHUNK)[:, None]
-            inside = g * p.CHUNK + at < count
-            there = chunk * p.CHUNK + at
+            inside = begin + at < end
+            there = place + at
             meta = m.meta + tl.cast(there, tl.int64) * (2 * p.K + 2 + p.G)
             if source == rank:
                 t = tl.load(order + at, mask=inside, other=0)
                 rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
                 slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + rank, mask=inside, other=0)
-                tl.store(meta + k, rows, mask=k < p.K)
+                tl.store(meta + k, rows, mask=inside & (k < p.K))
             else:
                 t = tl.load(meta + 2 * p.K, mask=inside, other=0)
                 rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
                 bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
                 slot = tl.load(meta + 2 * p.K + 1, mask=inside, other=0)
             slot = tl.cast(tl.where(inside, slot, there), tl.int64)
-            tl.store(to.tokens + slot * p.K + k, rows, mask=k < p.K)
+            nobodys = (
+                (begin + at >= count) & (end == count) & (begin % p.CHUNK + at < p.CHUNK)
+            )  # ends of the last chunk
+            tl.store(to.tokens + slot * p.K + k, rows, mask=(inside | nobodys) & (k < p.K))
             describe(rows, bits, source, t, to)
             if p.SCALED:
                 scales.place(s_ptr, t, meta + 2 * p.K + 2, source == rank, inside, rows, to, p)
             ptx.cta_barrier()  # every thread sees the numbers of the rows
-            for start in range(0, p.CHUNK, p.ROWS):
+            for start in range(0, end - begin, p.ROWS):
                 i = start + tl.arange(0, p.ROWS)[:, None]
-                some = g * p.CHUNK + i < count
-                place = tl.cast(chunk * p.CHUNK + i, tl.int64)
-                tokens = m.inbox + place * p.H
+                some = begin + i < end
+                inbox = tl.cast(place + i, tl.int64)
+                tokens = m.inbox + inbox * p.H
                 if source == rank:
                     tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
-                numbers = tl.load(m.meta + place * (2 * p.K + 2 + p.G) + k, mask=some & (k < p.K), other=-1)
+                numbers = tl.load(m.meta + inbox * (2 * p.K + 2 + p.G) + k, mask=some & (k < p.K), other=-1)
                 into_rows(tokens, numbers, some, to, p)
             if arrived is not None:
                 arrivals.tell(rows, arrived, world)
@@ -224,7 +238,7 @@ def fill(half, room, first, step, to, arrived, p, world):
     if p.CLEAR:
         for row in range(end + first, p.R, step):
             _clear(row, to, p)
-    chunks = tl.sum(totals.chunks(half, rank, p, world), 0)
+    chunks = tl.sum(tl.cdiv(totals.received(totals.sent(half, p, world), rank), p.CHUNK), 0)
     if not totals.fits(room, rank, world):
         chunks = 0
     begin = tl.cast(chunks, tl.int64) * p.CHUNK * p.K

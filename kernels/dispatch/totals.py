@@ -1,4 +1,4 @@
-"""How many tokens go where: counted by every rank, known to all, and the chunks that follow."""
+"""How many tokens go where: counted by every rank, known to all, and the chunks and pieces that follow."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from . import choices
 
 PAIRS = tl.constexpr(256)
 """Of token and expert, counted at a time: one for each thread."""
+PIECES = tl.constexpr(2)
+"""For each program, at least, where tokens allow it. With fewer, programs are idle, or end late."""
 
 
 @triton.jit
@@ -65,24 +67,45 @@ def exchange(half, m, p, world):
 
 
 @triton.jit
-def sent(half, source, target, p, world):
-    """Tokens that rank `source` sends to rank `target`."""
-    return tl.load(half + source * (p.EXPERTS + world.size) + p.EXPERTS + target)
+def sent(half, p, world):
+    """Tokens that each rank sends to each: (W, W), sources by targets."""
+    W: tl.constexpr = triton.next_power_of_2(world.size)
+    source = tl.arange(0, W)[:, None]
+    target = tl.arange(0, W)[None, :]
+    tokens = half + source * (p.EXPERTS + world.size) + p.EXPERTS + target
+    return tl.load(tokens, mask=(source < world.size) & (target < world.size), other=0)
 
 
 @triton.jit
-def chunks(half, target, p, world):
-    """Chunks that each rank sends to rank `target`, (W,)."""
-    ranks = tl.arange(0, triton.next_power_of_2(world.size))
-    tokens = half + ranks * (p.EXPERTS + world.size) + p.EXPERTS + target
-    return tl.cdiv(tl.load(tokens, mask=ranks < world.size, other=0), p.CHUNK)
+def received(sent, target):
+    """Tokens that each rank sends to rank `target`, (W,)."""
+    return tl.sum(tl.where(tl.arange(0, sent.shape[1])[None, :] == target, sent, 0), 1)
 
 
 @triton.jit
-def chunk(half, g, source, target, p, world):
-    """The number at `target` of its chunk g from `source`: sources take turns as long as they have chunks."""
-    ranks = tl.arange(0, triton.next_power_of_2(world.size))
-    return tl.sum(tl.minimum(chunks(half, target, p, world), g + (ranks < source).to(tl.int32)), 0)
+def of_rank(tokens, rank):
+    """Those of one rank."""
+    return tl.sum(tl.where(tl.arange(0, tokens.shape[0]) == rank, tokens, 0), 0)
+
+
+@triton.jit
+def piece(sent, p, world):
+    """Tokens that are sent, signalled and placed together, alike on all ranks: a chunk, or less where that leaves each
+    program fewer than PIECES of the tokens that a rank receives."""
+    wanted = tl.max(tl.max(sent, 1), 0) * world.size // (PIECES * tl.num_programs(0))
+    tokens = tl.cast(p.LEAST, tl.int32)
+    while (tokens < p.CHUNK) & (tokens < wanted):
+        tokens *= 2
+    return tokens
+
+
+@triton.jit
+def first(tokens, at, source, p):
+    """Of `tokens` that each rank sends to one, the place there of token number `at` from `source`, which begins a
+    piece: sources take turns, a chunk each, as long as they have chunks."""
+    ranks = tl.arange(0, tokens.shape[0])
+    chunk = tl.sum(tl.minimum(tl.cdiv(tokens, p.CHUNK), at // p.CHUNK + (ranks < source).to(tl.int32)), 0)
+    return chunk * p.CHUNK + at % p.CHUNK
 
 
 @triton.jit

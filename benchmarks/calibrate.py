@@ -251,7 +251,11 @@ def instead(table: Mapping[str, Any]) -> Iterator[None]:
 
 def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
     """calibrated.json without its sources. curves: of the collectives."""
-    alone = [Point(s, library(s.key).total, forms[PRODUCT]) for s, forms in times.items() if PRODUCT in forms]
+    alone = [
+        Point(s._replace(size=1), library(s.key).total, forms[PRODUCT])
+        for s, forms in times.items()
+        if PRODUCT in forms
+    ]
     table: dict[str, Any] = {
         "collectives": curves, "product": _curve(alone) if alone else None, "forms": {}, "error": {}, "known": {},
     }  # fmt: skip
@@ -299,23 +303,21 @@ def _curve(points: Sequence[Point]) -> dict[str, Any]:
     M, N, K = (np.array([getattr(point.shape, side) for point in points], float) for side in "MNK")
     at, knots = np.log(np.clip(M, KNOTS[0], KNOTS[-1])), np.log(KNOTS)
     hats = [np.interp(at, knots, unit) for unit in np.eye(len(KNOTS))]
-    ranks = sorted({point.shape.size for point in points})[:: len({point.shape.size for point in points}) - 1 or 1]
-    share = [
-        np.interp(np.log([point.shape.size for point in points]), np.log(ranks), unit) for unit in np.eye(len(ranks))
-    ]
-    curves = [part * hat for part in share for hat in hats]
+    sizes = np.array([point.shape.size for point in points])
+    ranks = sorted({int(sizes.min()), int(sizes.max())})
+    shares = [np.interp(np.log(sizes), np.log(ranks), unit) for unit in np.eye(len(ranks))]
+    curves = [share * hat for share in shares for hat in hats]
     terms = np.stack([*curves, np.log(N / calibration.SIDE), np.log(K / calibration.SIDE)], axis=1)
-    every = np.eye(len(curves), len(curves) + 2)
-    steps = np.diff(every.reshape(len(ranks), len(KNOTS), -1), axis=1)  # level where nothing was measured
-    apart = np.diff(every.reshape(len(ranks), len(KNOTS), -1), axis=0)
+    factors = np.eye(len(curves), terms.shape[1]).reshape(len(ranks), len(KNOTS), -1)
+    level, alike = STIFF * np.diff(factors, axis=1), ALIKE * np.diff(factors, axis=0)  # where nothing was measured
     ridge = np.diag([SHRINK] * len(curves) + [TURN] * 2)
+    pull = np.concatenate([level.reshape(-1, terms.shape[1]), alike.reshape(-1, terms.shape[1]), ridge])
     best: tuple[float, float, Any] | None = None
     for offset in OFFSETS:
         if offset >= 0.8 * seconds.min():
             continue
         wanted = np.log((seconds - offset) / guess)
-        stiff = [part.reshape(-1, terms.shape[1]) for part in (STIFF * steps, ALIKE * apart)]
-        left = np.concatenate([terms * weight[:, None], *stiff, ridge])
+        left = np.concatenate([terms * weight[:, None], pull])
         right = np.concatenate([wanted * weight, np.zeros(len(left) - len(wanted))])
         found = np.linalg.lstsq(left, right, rcond=None)[0]
         off = np.log((offset + np.exp(terms @ found) * guess) / seconds) * weight
@@ -328,8 +330,10 @@ def _curve(points: Sequence[Point]) -> dict[str, Any]:
         side: [round(float(power), 4), int(of.min()), int(of.max())]
         for side, power, of in zip("NK", found[-2:], (N, K))
     }
-    factors = found[:-2].reshape(len(ranks), -1)
-    factor = {str(r): [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, of)] for r, of in zip(ranks, factors)}
+    factor = {
+        str(size): [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, of)]
+        for size, of in zip(ranks, found[:-2].reshape(len(ranks), -1))
+    }
     rows = [int(M.min()), int(M.max())]
     return {"points": len(points), "offset": _round(offset), "rows": rows, "sides": sides, "factor": factor}
 

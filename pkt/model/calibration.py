@@ -40,7 +40,7 @@ RANKS = 0.5
 """Doublings for twice as many ranks: each rank computes the same, and sends almost as much."""
 OTHER_GPU = 0.5
 """Doublings for a GPU that the model was not fitted to, though its rates are known. With 0, 0.5 and 1 what is taken on
-4 x H100 takes 1.0069, 1.0032 and 1.0034 times as long as the fastest form in the mean (zoo_h100_4.json of
+4 x H100 takes 1.0053, 1.0035 and 1.0033 times as long as the fastest form in the mean (zoo_h100_4.json of
 benchmarks/results): there the form for few rows is slower than its prediction."""
 LEAST_ERROR, UNMEASURED = 0.02, 0.25
 """LEAST_ERROR: times that differ by less are alike, because a measurement on another day differs by as much.

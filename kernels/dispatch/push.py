@@ -84,14 +84,14 @@ def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p,
         received = totals.received(sent, peer)
         end = tl.minimum(totals.of_rank(received, rank), begin + piece)
         if (begin < end) & totals.fits(room, peer, world):
-            place = totals.first(received, begin, rank, p)
+            head = totals.first(received, begin, rank, p)
             order = m.order + peer * p.S + begin
             at = tl.arange(0, p.CHUNK)[:, None]
             inside = begin + at < end
             t = tl.load(order + at, mask=inside, other=0)
             rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
             slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + peer, mask=inside, other=0)
-            meta = m.meta + tl.cast(place + at, tl.int64) * (2 * p.K + 2 + p.G)
+            meta = m.meta + tl.cast(head + at, tl.int64) * (2 * p.K + 2 + p.G)
             pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
             pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
             pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
@@ -102,12 +102,12 @@ def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p,
                 i = start + tl.arange(0, p.ROWS)[:, None]
                 some = begin + i < end
                 tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
-                inbox = m.inbox + tl.cast(place + i, tl.int64) * p.H
+                inbox = m.inbox + tl.cast(head + i, tl.int64) * p.H
                 cols = tl.arange(0, p.COLS)[None, :]
                 for col in tl.range(0, p.H, p.COLS, num_stages=p.STAGES):
                     both = some & (col + cols < p.H)
                     pl.store(inbox + col + cols, tl.load(tokens + col + cols, mask=both), peer, world, mask=both)
-            pl.signal(m.ready + 1 + place // p.LEAST, peer, world, value=launch, op="set")  # publish the piece
+            pl.signal(m.ready + 1 + head // p.LEAST, peer, world, value=launch, op="set")  # publish the piece
 
 
 @triton.jit
@@ -154,13 +154,13 @@ def place(
         count = totals.of_rank(received, source)
         end = tl.minimum(count, begin + piece)
         if begin < end:
-            place = totals.first(received, begin, source, p)
+            head = totals.first(received, begin, source, p)
             if source != rank:
-                pl.wait(m.ready + 1 + place // p.LEAST, launch, world, cmp="eq")
+                pl.wait(m.ready + 1 + head // p.LEAST, launch, world, cmp="eq")
             order = m.order + rank * p.S + begin
             at = tl.arange(0, p.CHUNK)[:, None]
             inside = begin + at < end
-            there = place + at
+            there = head + at
             meta = m.meta + tl.cast(there, tl.int64) * (2 * p.K + 2 + p.G)
             if source == rank:
                 t = tl.load(order + at, mask=inside, other=0)
@@ -173,9 +173,8 @@ def place(
                 bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
                 slot = tl.load(meta + 2 * p.K + 1, mask=inside, other=0)
             slot = tl.cast(tl.where(inside, slot, there), tl.int64)
-            nobodys = (
-                (begin + at >= count) & (end == count) & (begin % p.CHUNK + at < p.CHUNK)
-            )  # ends of the last chunk
+            # Behind the last token its chunk ends with slots of nobody.
+            nobodys = (begin + at >= count) & (end == count) & (begin % p.CHUNK + at < p.CHUNK)
             tl.store(to.tokens + slot * p.K + k, rows, mask=(inside | nobodys) & (k < p.K))
             describe(rows, bits, source, t, to)
             if p.SCALED:
@@ -184,7 +183,7 @@ def place(
             for start in range(0, end - begin, p.ROWS):
                 i = start + tl.arange(0, p.ROWS)[:, None]
                 some = begin + i < end
-                inbox = tl.cast(place + i, tl.int64)
+                inbox = tl.cast(head + i, tl.int64)
                 tokens = m.inbox + inbox * p.H
                 if source == rank:
                     tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H

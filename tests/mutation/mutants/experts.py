@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("slots behind a chunk's last token keep what they had", "mask=(inside | nobodys) & (k < p.K)", "mask=inside & (k < p.K)"),
     ),
     *of("kernels/dispatch/push.py", "tests/conformance/test_operators.py -k 'every_schedule and dispatch_5_128'",
-        ("a chunk's first piece is taken for all of it", "pl.wait(m.ready + 1 + place // p.LEAST,", "pl.wait(m.ready + 1 + place // p.CHUNK * (p.CHUNK // p.LEAST),"),
+        ("a chunk's first piece is taken for all of it", "pl.wait(m.ready + 1 + head // p.LEAST,", "pl.wait(m.ready + 1 + head // p.CHUNK * (p.CHUNK // p.LEAST),"),
     ),
     *of("kernels/dispatch/totals.py", "tests/kernels/test_dispatch.py -k 'every_routing and 3-3 and (random or everywhere or none)'",
         ("sources do not take turns", "at // p.CHUNK + (ranks < source).to(tl.int32)", "at // p.CHUNK"),

@@ -18,10 +18,8 @@ from tests.tune.helpers import OPERATORS
 # the worst. As found, rounded up. The worst is cuBLAS, 136 us for 128 rows of 5120 x 25600 in one layout, 88 for 64.
 HELD = {"held out": (1.01, 1.045, 1.36), "shipped": (1.01, 1.05, 1.36)}
 LATER = (1.01, 1.06, 1.15)
-# On 4 H100: an operator's time / that of the fastest baseline, geometric mean, as found, rounded up; and the products
-# that take more than 1.03 times as long, 1.043 and 1.063. In another run on 4 H100 the first took 7 % less in its form.
+# On 4 H100: an operator's time / that of the fastest baseline, geometric mean, as found, rounded up.
 LOST = {"all_gather_matmul": 0.861, "matmul_reduce_scatter": 0.787, "matmul_all_reduce": 0.874}
-MISSED = {("matmul_all_reduce", 128, 16384, 13312, "transposed"), ("matmul_all_reduce", 1024, 5120, 6400, "transposed")}
 # Of those away from all that was fitted, where a safe form is taken instead of one that may be slow.
 AWAY = (1.05, 1.2)
 
@@ -125,7 +123,7 @@ def test_the_choices_on_another_gpu(capsys):
     means = {operator: statistics.geometric_mean(of.values()) for operator, of in losses.items()}
     assert all(means[operator] <= LOST[operator] for operator in LOST), means
     missed = {(name, *shape) for name, of in losses.items() for shape, loss in of.items() if loss > 1.03}
-    assert missed == MISSED, missed
+    assert not missed
 
 
 def test_a_model_that_says_the_opposite_would_be_noticed(times, monkeypatch):
@@ -298,14 +296,14 @@ def test_what_is_not_known_is_left_to_the_safe_forms(what):
 @pytest.mark.parametrize("what", OPERATORS)
 def test_what_was_measured_says_which_forms_are_slower(what, times):
     """In one case NCCL took 0.4 % less, where the Gluon form took 15 % less than either."""
-    faster = []
-    for shape, found in times.items():
-        for name, form in OPERATORS[what].forms.items() if shape.operator == what else ():
-            for slower in set(form.outruns) & found.keys() if name in found else ():
-                faster += (
-                    [(shape, slower)] if found[slower] < found[name] and found[slower] == min(found.values()) else []
-                )
-    assert not faster
+    shapes = {shape: found for shape, found in times.items() if shape.operator == what}
+    for name, form in OPERATORS[what].forms.items():
+        for slower in form.outruns:
+            both = {shape: found for shape, found in shapes.items() if {name, slower} <= found.keys()}
+            fastest = [
+                s for s, found in both.items() if found[slower] == min(calibrate.without_product(found).values())
+            ]
+            assert not fastest, (name, slower)
 
 
 @pytest.mark.parametrize("what", OPERATORS)

@@ -3,9 +3,10 @@
     python -m benchmarks.calibrate            # write pkt/model/calibrated.json, print the regret
     python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
 
-Times: the zoo's (benchmarks/results/zoo_calibration_*.json), and those of the operators' own benchmarks at default
-settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied now, those of TRIED; of
-all-reduce products whose tiles were narrow in those runs and are wide now, those of TRIED_ON_H100. A product is the
+Times: the zoo's (zoo_calibration_*.json and zoo_4.json of benchmarks/results), and those of the operators' own
+benchmarks at default settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied
+now, those of TRIED; of all-reduce products whose tiles were narrow in those runs and are wide now, those of
+TRIED_ON_H100. A product is the
 matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge the fit, every
 third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret of a shape is
 the time of the form that the operator takes there, by the rule and the tables that ship, divided by that of the fastest

@@ -28,6 +28,8 @@ THREADS = 256
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 LEAST_PIECE = 4
+"""Tokens that push sends together, at least, but never more than half a chunk: describing a piece takes as long as
+copying some tokens (dispatch_pieces_2.json of benchmarks/results)."""
 
 
 def _buffers(call: Call, p: Size, programs: int, sort: bool) -> Buffers:
@@ -104,7 +106,7 @@ def _sized(call: Call, senders: int) -> Size:
 
 
 def least_of(chunk: int) -> int:
-    """Tokens of a piece, at least: of fewer, what describes them takes longer than they do."""
+    """Tokens of a piece, at least."""
     return max(1, min(LEAST_PIECE, chunk // 2))
 
 

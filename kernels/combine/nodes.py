@@ -50,7 +50,7 @@ def nodes_kernel(
     launch = pl.epoch(r.arrived, world)
     NODES: tl.constexpr = world.size // r.NEAR
     node, local = rails.place(world, r)
-    first, last = choices.share(p)
+    first, last = choices.share(p.T, tl.num_programs(0))
     rails.write(places_ptr, first, last, 0, world, r)
     for i in range(1, NODES):
         to = (node + i) % NODES

@@ -15,6 +15,7 @@ class Size(NamedTuple):
     R: Any  # rows of the result
     S: Any  # slots
     G: Any  # scales of a token
+    COUNTERS: Any  # programs that count and number tokens, the first ones
     EXPERTS: tl.constexpr  # OWN times the number of ranks
     CHOICES: tl.constexpr  # of them exist
     OWN: tl.constexpr  # of a rank

@@ -7,11 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def share(p):
-    """The first token of this program and the one behind its last."""
-    each = tl.cdiv(p.T, tl.num_programs(0))
-    first = tl.minimum(tl.program_id(0) * each, p.T)
-    return first, tl.minimum(first + each, p.T)
+def share(tokens, programs):
+    """This program's share of a rank's tokens if the first `programs` share them: its first one, and the one behind its
+    last."""
+    each = tl.cdiv(tokens, programs)
+    first = tl.minimum(tl.program_id(0) * each, tokens)
+    return first, tl.minimum(first + each, tokens)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def nodes_kernel(
     room = numbering.begin(half, to, m, p, world)
     numbering.number(idx_ptr, half, room, to, routes_ptr, m, p, world)
     tl.debug_barrier()  # other threads have stored places and rows
-    first, last = choices.share(p)
+    first, last = choices.share(p.T, p.COUNTERS)
     rails.write(to.places, first, last, 0, world, r)
     _pack(x_ptr, idx_ptr, w_ptr, s_ptr, routes_ptr, first, last, m, r, p, world)
     rails.send(m.lines, m.line, m.line * 4, 0, world, r)
@@ -88,8 +88,8 @@ def _tell(half, launch, m, r, p, world):
     e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
     ranks = tl.arange(0, triton.next_power_of_2(world.size))
     mine = half + world.rank * width
-    pairs = totals.before(m.hist, p.EXPERTS, tl.num_programs(0))
-    tokens = totals.before(m.sent, world.size, tl.num_programs(0))
+    pairs = totals.before(m.hist, p.EXPERTS, p.COUNTERS)
+    tokens = totals.before(m.sent, world.size, p.COUNTERS)
     tl.store(mine + e, pairs, mask=e < p.EXPERTS)
     tl.store(mine + p.EXPERTS + ranks, tokens, mask=ranks < world.size)
     for i in range(1, NODES):

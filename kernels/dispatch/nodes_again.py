@@ -45,7 +45,7 @@ def nodes_kernel(
     half = launch & 1
     again.name_rows(tokens_ptr, m, p)
     pl.grid_barrier(m.grid, world)  # publish: the rows of all programs
-    first, last = choices.share(p)
+    first, last = choices.share(p.T, tl.num_programs(0))
     rails.write(places_ptr, first, last, half, world, r)
     _pack(x_ptr, first, last, half, m, r, p, world)
     ITEM: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8

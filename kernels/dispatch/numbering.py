@@ -32,7 +32,7 @@ def begin(half, to, m, p, world):
     fits = (needed <= p.R).to(tl.int32)
     starts = tl.cumsum(padded) - padded - tl.sum(tl.where(owned, begin[:, None], 0), 0)
     fitting = tl.sum(tl.where(owned, fits[:, None], 0), 0) > 0
-    base = totals.before(m.hist, p.EXPERTS, pid) + tl.sum(tl.where(ranks < rank, of_ranks, 0), 0)
+    base = totals.before(m.hist, p.EXPERTS, _earlier(p)) + tl.sum(tl.where(ranks < rank, of_ranks, 0), 0)
     tl.store(m.base + pid * p.EXPERTS + e, tl.where(fitting, base + starts, NOWHERE), mask=e < p.EXPERTS)
     if pid == 0:
         mine = owner == rank
@@ -48,6 +48,13 @@ def begin(half, to, m, p, world):
 
 
 @triton.jit
+def _earlier(p):
+    """The programs whose tokens come before this program's; none if it has no tokens."""
+    pid = tl.program_id(0)
+    return tl.where(pid < p.COUNTERS, pid, 0)
+
+
+@triton.jit
 def number(idx_ptr, half, room, to, routes_ptr, m, p, world):
     """Give every pair of this program's tokens its row, and every token its slots. room: of `begin`."""
     pid = tl.program_id(0)
@@ -59,8 +66,8 @@ def number(idx_ptr, half, room, to, routes_ptr, m, p, world):
     chunks = tl.cdiv(tl.load(tokens, mask=both, other=0), p.CHUNK)  # that each rank sends to each, see `totals.first`
     PAIRS: tl.constexpr = p.TOKENS * p.K2
     i = tl.arange(0, PAIRS)
-    sent = totals.before(m.sent, world.size, pid)
-    first, last = choices.share(p)
+    sent = totals.before(m.sent, world.size, _earlier(p))
+    first, last = choices.share(p.T, p.COUNTERS)
     for start in range(first, last, p.TOKENS):
         t = start + i // p.K2
         expert = choices.experts(idx_ptr, t, i % p.K2, t < last, p)

@@ -27,6 +27,9 @@ THREADS = 256
 """Of a program in the low-latency form: a thread moves a word at a time."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
+COUNTERS = 64
+"""Programs that count the tokens of a rank, at least. All add up the counts of those before them, so few take less
+time (dispatch_pieces_2.json)."""
 LEAST_PIECE = 4
 """Tokens that push sends together, at least, but never more than half a chunk: describing a piece takes as long as
 copying some tokens (dispatch_pieces_2.json of benchmarks/results)."""
@@ -80,7 +83,7 @@ def pushed(
     experts."""
     world = call.world
     programs = num_programs(world, world.num_sms)
-    sized = _sized(call, max(1, min(call["num_comm_sms"] or senders, programs - 1)))
+    sized = _sized(call, _counters(call, programs), max(1, min(call["num_comm_sms"] or senders, programs - 1)))
     buffers = _buffers(call, sized, programs, sort)
     start = cooperative_launch(world, kernel, (programs,), **options)
 
@@ -91,18 +94,29 @@ def pushed(
     return launch, sized, buffers
 
 
-def _sized(call: Call, senders: int) -> Size:
+def _sized(call: Call, counters: int, senders: int) -> Size:
     (T, H), K, size, own = call["x"].shape, call["topk_idx"].shape[1], call.world.size, call.sizes["e"]
     cols = min(1024, triton.next_power_of_2(max(H, 1)))
     chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
     return Size(
-        T, H, call["max_tokens"], call.sizes["s"], scales_of(call),
+        T, H, call["max_tokens"], call.sizes["s"], scales_of(call), counters,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, least_of(chunk),
-            senders, max(1, 64 // K2), min(chunk, max(1, COPIED // (cols * call.dtype.itemsize))), cols,
+            senders, _numbered(K2), min(chunk, max(1, COPIED // (cols * call.dtype.itemsize))), cols,
             STAGES, scales_of(call) > 0,
         )),
     )  # fmt: skip
+
+
+def _counters(call: Call, programs: int) -> int:
+    """Programs that count tokens, and number them: so many that none does so twice, but no fewer than COUNTERS."""
+    T, K = call["topk_idx"].shape
+    return min(programs, max(COUNTERS, triton.cdiv(T, _numbered(triton.next_power_of_2(max(K, 1))))))
+
+
+def _numbered(K2: int) -> int:
+    """Tokens that a program numbers at a time."""
+    return max(1, 64 // K2)
 
 
 def least_of(chunk: int) -> int:
@@ -114,7 +128,7 @@ def plan_nodes(call: Call) -> Launch:
     """A grid, buffers and counters of nodes."""
     world, (_, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     programs, near, G = num_programs(world, world.num_sms), world.node_size, scales_of(call)
-    sized, (line, head) = _sized(call, 1), nodes.line_of(K, G, H * call.dtype.itemsize)
+    sized, (line, head) = _sized(call, programs, 1), nodes.line_of(K, G, H * call.dtype.itemsize)
     experts, tokens = sized.EXPERTS.value, tokens_over_nodes(call)
 
     def int32(name: str, *shape: int) -> torch.Tensor:

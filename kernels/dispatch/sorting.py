@@ -28,7 +28,7 @@ def count(idx_ptr, s, p, world):
     firsts = s.firsts + tl.program_id(0) * p.EXPERTS
     tl.store(firsts + e, tl.zeros_like(e), mask=e < p.EXPERTS)
     ptx.cta_barrier()  # zeros stand there before anything is added
-    begin, end = choices.share(p)
+    begin, end = choices.share(p.T, p.COUNTERS)
     for start in range(begin, end, MANY):
         t = start + tl.arange(0, MANY)[:, None]
         first = _first(choices.experts(idx_ptr, t, tl.arange(0, p.K2)[None, :], t < end, p), p, world)
@@ -40,7 +40,7 @@ def begin(s, p, world):
     """Find the place of this program's first token for each expert; behind a barrier of the grid."""
     e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
     ranks = tl.arange(0, triton.next_power_of_2(world.size))[:, None]
-    of_all = totals.before(s.firsts, p.EXPERTS, tl.num_programs(0))
+    of_all = totals.before(s.firsts, p.EXPERTS, p.COUNTERS)
     # Of each rank the tokens that go to the ranks before it.
     lower = tl.sum(tl.where((e // p.OWN)[None, :] < ranks, of_all[None, :], 0), 1)
     start = tl.cumsum(of_all) - of_all - tl.sum(tl.where((e // p.OWN)[None, :] == ranks, lower[:, None], 0), 0)

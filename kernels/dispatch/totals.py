@@ -27,7 +27,7 @@ def count(idx_ptr, m, p, world):
     tl.store(hist + e, tl.zeros_like(e), mask=e < p.EXPERTS)
     ptx.cta_barrier()  # zeros stand there before anything is added
     tokens = tl.zeros((W,), tl.int32)
-    first, last = choices.share(p)
+    first, last = choices.share(p.T, p.COUNTERS)
     for start in range(first, last, MANY):
         t = start + tl.arange(0, MANY)[:, None]
         expert = choices.experts(idx_ptr, t, k, t < last, p)
@@ -41,13 +41,13 @@ def count(idx_ptr, m, p, world):
 def before(ptr, n: tl.constexpr, below):
     """The sum of the first `below` rows of (programs, n) int32, which programs have stored."""
     N: tl.constexpr = triton.next_power_of_2(n)
-    HIGH: tl.constexpr = max(1, 8192 // N)
+    HIGH: tl.constexpr = max(1, min(256, 16384 // N))  # so many are on their way at once
     cols = tl.arange(0, N)[None, :]
-    total = tl.zeros((N,), tl.int32)
+    total = tl.zeros((HIGH, N), tl.int32)
     for start in range(0, below, HIGH):
         rows = start + tl.arange(0, HIGH)[:, None]
-        total += tl.sum(tl.load(ptr + rows * n + cols, mask=(rows < below) & (cols < n), other=0), 0)
-    return total
+        total += tl.load(ptr + rows * n + cols, mask=(rows < below) & (cols < n), other=0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def exchange(half, m, p, world):
     if tl.program_id(0) == 0:
         e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
         ranks = tl.arange(0, triton.next_power_of_2(world.size))
-        pairs = before(m.hist, p.EXPERTS, tl.num_programs(0))
-        tokens = before(m.sent, world.size, tl.num_programs(0))
+        pairs = before(m.hist, p.EXPERTS, p.COUNTERS)
+        tokens = before(m.sent, world.size, p.COUNTERS)
         mine = half + world.rank * (p.EXPERTS + world.size)
         for d in range(1, world.size + 1):
             peer = (tl.cast(world.rank, tl.int32) + d) % world.size

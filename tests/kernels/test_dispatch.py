@@ -9,7 +9,7 @@ import torch
 
 import pkt
 from pkt.kernels import dispatch as module
-from pkt.kernels.dispatch import Dispatched
+from pkt.kernels.dispatch import Dispatched, plans
 from tests.conformance.checks import set_launches
 
 from .helpers import on_ranks, random
@@ -72,6 +72,17 @@ def test_every_routing_is_right(routing: str, size: int, K: int, tokens: tuple[i
             same(found, module.reference(world.rank, *every, experts, room, 4))
 
     on_ranks(size, run, sms=3)
+
+
+def test_programs_that_count_no_tokens_send_and_place_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "COUNTERS", 2)
+
+    def run(world: Any) -> None:
+        every = operands(2, "random", (7, 9), 3, 6, 8)
+        found = pkt.dispatch(*(one[world.rank] for one in every), 6, max_tokens=64)
+        same(found, module.reference(world.rank, *every, 6, 64, 1))
+
+    on_ranks(2, run, sms=4)
 
 
 def test_tokens_go_through_experts_and_home() -> None:

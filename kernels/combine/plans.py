@@ -17,12 +17,12 @@ from ..dispatch.arguments import Words
 from ..dispatch.plans import THREADS, parts_of, words_of
 from ..dispatch.result import chunk_of, slots_filled
 from ..shared import flagged, rails
-from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from ..shared.grid import COPY_OPTIONS, SMALL, SMALL_OPTIONS, barrier_counters, num_programs, small_programs
 from . import nodes
 from .low_latency import Few, low_latency_kernel
 from .pull import Size, combine_kernel
 
-MOST_COLS, TOGETHER = 8192, 3
+MOST_COLS, TOGETHER = 8192, 2
 """Columns of tokens that a program of `pull` adds at a time, at most, and rows of each that it loads together: as many
 as registers hold."""
 MOST_PIECE = 16
@@ -39,10 +39,10 @@ def plan_pull(call: Call) -> Launch:
     """A grid, buffers and signals of pull."""
     world, (_, H) = call.world, call["y"].shape
     slots = slots_filled(call.sizes["s"], call.sizes["r"], world.size, call.given.get("tokens_per_rank"))
-    programs = num_programs(world, world.num_sms)
+    programs = small_programs(call)
     collectors = call["num_comm_sms"] or rules.collectors(call["k"], world.size, programs)
     piece = max(1, triton.next_power_of_2(slots // (world.size * PIECES)))
-    sized = _sized(call, slots, piece, max(1, min(collectors, programs - 1)))
+    sized = _sized(call, slots, piece, max(1, min(collectors, programs - 1)), SMALL)
     pieces = triton.cdiv(slots, sized.PIECE.value)
     sums, ready = world.keep(
         ("combine", slots, pieces, H, call.dtype),
@@ -51,7 +51,7 @@ def plan_pull(call: Call) -> Launch:
             signals(max(world.size * pieces, 1), name="combine.ready", world=world),
         ),
     )
-    start = cooperative_launch(world, combine_kernel, (programs,), **COPY_OPTIONS)
+    start = cooperative_launch(world, combine_kernel, (programs,), **SMALL_OPTIONS)
     bar = barrier_counters(world)
 
     def launch(
@@ -63,9 +63,11 @@ def plan_pull(call: Call) -> Launch:
     return launch
 
 
-def _sized(call: Call, slots: int, piece: int, collectors: int) -> Size:
+def _sized(call: Call, slots: int, piece: int, collectors: int, per_sm: int) -> Size:
+    """per_sm: programs of an SM, which share what it has on its way."""
     (R, H), K, size = call["y"].shape, call["k"], call.world.size
-    tile = 2 * rules.IN_FLIGHT // triton.next_power_of_2(max(size, 2)) // call.dtype.itemsize  # of each rank's sums
+    of_rank = 2 * rules.IN_FLIGHT // per_sm // triton.next_power_of_2(max(size, 2))
+    tile = of_rank // call.dtype.itemsize
     chunk, cols = chunk_of(R), min(MOST_COLS, tile, triton.next_power_of_2(max(H, 1)))
     piece = min(chunk, MOST_PIECE, piece)
     rows = max(1, min(piece, tile // cols))
@@ -96,7 +98,7 @@ def plan_nodes(call: Call) -> Launch:
 
     memory = world.keep(("combine", "nodes", slots, H, most, call.dtype), make)
     start = cooperative_launch(world, nodes.nodes_kernel, (programs,), **COPY_OPTIONS)
-    sized = _sized(call, slots, MOST_PIECE, 1)
+    sized = _sized(call, slots, MOST_PIECE, 1, 1)
 
     def launch(
         y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor

@@ -12,13 +12,16 @@ from pkt.runtime.memory.factories import signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..declaration import Launch
+from ..declaration import Call, Launch
 
 COPY_BYTES = 16384
 """Bytes of a block that a program moves through registers at a time: with 8 warps, 16 programs fill the links."""
 
 COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How kernels are launched that only move and add: one program an SM, so all registers are its own."""
+
+SMALL, SMALL_OPTIONS = 4, {"num_warps": 4, "maxnreg": 128}
+"""The same with SMALL programs an SM: while one waits, for memory or before a signal, the others move."""
 
 BLOCKED: dict[str, Any] = {"settings": {"block": None}, "small": {"block": 16}}
 """Of forms whose only setting is how many elements a program moves at a time."""
@@ -29,10 +32,15 @@ def num_programs(world: World, tasks: int) -> int:
     return max(1, min(world.num_sms, tasks))
 
 
+def small_programs(call: Call) -> int:
+    """Such a grid: SMALL programs an SM on GPUs, one in the simulator."""
+    return (SMALL if call.on_gpu else 1) * num_programs(call.world, call.world.num_sms)
+
+
 def barrier_counters(world: World) -> SymmetricTensor:
     """A counter for each program index, for `pl.barrier`. All operators share them and leave them balanced."""
-    sms = num_programs(world, world.num_sms)
-    return world.keep(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+    most = SMALL * num_programs(world, world.num_sms)
+    return world.keep(("pkt.kernels", "barrier"), lambda: signals(most, name="kernels.barrier", world=world))
 
 
 def copy_block(tensor: torch.Tensor, block: int | None) -> int:

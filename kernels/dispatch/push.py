@@ -3,7 +3,8 @@
     2. Every rank so knows all counts, and where each row of each rank begins. Programs number their tokens.
     3. Some programs store tokens into the inboxes of the ranks, each token once a rank, whatever number of its experts
        is there, with the rows that it takes there and its scales. They signal once a piece of some tokens.
-    4. The other programs copy each token into its rows: this rank's own tokens first, then pieces as they arrive.
+    4. The other programs copy each token into its rows: this rank's own tokens first, then pieces as they arrive, some
+       tokens at a time.
 
 A token has a slot at each rank that it goes to. A rank numbers slots chunk by chunk, and its sources take turns, so
 that all of them arrive at the same time. A piece is a chunk, or a part of it where there are few tokens. A token's
@@ -112,13 +113,14 @@ def send(x_ptr, idx_ptr, w_ptr, s_ptr, half, room, launch, to, routes_ptr, m, p,
 
 @triton.jit
 def tasks(half, room, p, world):
-    """Pieces of this rank's own tokens; and with as many of each other rank as the one has that sends most."""
+    """Parts of this rank's own tokens, see `place`; and with as many of each other rank as the one has that sends
+    most."""
     rank = tl.cast(world.rank, tl.int32)
     sent = totals.sent(half, p, world)
-    piece = totals.piece(sent, p, world)
+    part = tl.minimum(totals.piece(sent, p, world), p.ROWS)
     received = totals.received(sent, rank)
-    own = tl.cdiv(totals.of_rank(received, rank), piece)
-    last = own + tl.cdiv(tl.max(received, 0), piece) * (world.size - 1)
+    own = tl.cdiv(totals.of_rank(received, rank), part)
+    last = own + tl.cdiv(tl.max(received, 0), part) * (world.size - 1)
     if not totals.fits(room, rank, world):
         own = 0
         last = 0
@@ -129,7 +131,8 @@ def tasks(half, room, p, world):
 def place(
     x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, first, step, common, placers, last, to, routes_ptr, arrived, m, p, world
 ):  # fmt: skip
-    """Copy tokens into their rows: my own, then the pieces of the other ranks in the order in which they are sent.
+    """Copy tokens into their rows, a part of a piece at a time: my own, then those of the other ranks in the order in
+    which they are sent.
 
     The `step` programs that place share the `tasks` below `common`. The first `placers` of them share the rest, up to
     `last`. first: the number of this program among them. arrived: where rows are counted that are there, see
@@ -139,58 +142,59 @@ def place(
     k = tl.arange(0, p.K2)[None, :]
     sent = totals.sent(half, p, world)
     piece = totals.piece(sent, p, world)
+    part = tl.minimum(piece, p.ROWS)
     received = totals.received(sent, rank)
-    own = tl.cdiv(totals.of_rank(received, rank), piece)
+    own = tl.cdiv(totals.of_rank(received, rank), part)
     early = tl.cdiv(tl.maximum(common - first, 0), step)
     late = tl.where(first < placers, tl.cdiv(tl.maximum(last - common - first, 0), placers), 0)
     for turn in range(early + late):
         task = tl.where(turn < early, first + turn * step, common + first + (turn - early) * placers)
         source = rank
-        begin = task * piece
+        begin = task * part
         if world.size > 1:
             if task >= own:
                 source = (rank + world.size - 1 - (task - own) % (world.size - 1)) % world.size
-                begin = (task - own) // (world.size - 1) * piece
+                begin = (task - own) // (world.size - 1) * part
         count = totals.of_rank(received, source)
-        end = tl.minimum(count, begin + piece)
+        end = tl.minimum(count, begin + part)
         if begin < end:
             head = totals.first(received, begin, source, p)
             if source != rank:
-                pl.wait(m.ready + 1 + head // p.LEAST, launch, world, cmp="eq")
-            order = m.order + rank * p.S + begin
-            at = tl.arange(0, p.CHUNK)[:, None]
+                pl.wait(m.ready + 1 + head // piece * piece // p.LEAST, launch, world, cmp="eq")
+            at = tl.arange(0, p.ROWS)[:, None]
             inside = begin + at < end
-            there = head + at
-            meta = m.meta + tl.cast(there, tl.int64) * (2 * p.K + 2 + p.G)
+            there = tl.cast(head + at, tl.int64)
+            tokens = m.inbox + there * p.H
+            meta = m.meta + there * (2 * p.K + 2 + p.G)
             if source == rank:
-                t = tl.load(order + at, mask=inside, other=0)
+                t = tl.load(m.order + rank * p.S + begin + at, mask=inside, other=0)
+                tokens = x_ptr + tl.cast(t, tl.int64) * p.H
                 rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
                 slot = tl.load(to.places + tl.cast(t, tl.int64) * world.size + rank, mask=inside, other=0)
-                tl.store(meta + k, rows, mask=inside & (k < p.K))
             else:
                 t = tl.load(meta + 2 * p.K, mask=inside, other=0)
                 rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
                 bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
                 slot = tl.load(meta + 2 * p.K + 1, mask=inside, other=0)
-            slot = tl.cast(tl.where(inside, slot, there), tl.int64)
-            # Behind the last token its chunk ends with slots of nobody.
-            nobodys = (begin + at >= count) & (end == count) & (begin % p.CHUNK + at < p.CHUNK)
-            tl.store(to.tokens + slot * p.K + k, rows, mask=(inside | nobodys) & (k < p.K))
+            tl.store(to.tokens + tl.cast(slot, tl.int64) * p.K + k, rows, mask=inside & (k < p.K))
+            if end == count:
+                _leave_free(head + end - begin, to, p)
             describe(rows, bits, source, t, to)
             if p.SCALED:
                 scales.place(s_ptr, t, meta + 2 * p.K + 2, source == rank, inside, rows, to, p)
-            ptx.cta_barrier()  # every thread sees the numbers of the rows
-            for start in range(0, end - begin, p.ROWS):
-                i = start + tl.arange(0, p.ROWS)[:, None]
-                some = begin + i < end
-                inbox = tl.cast(head + i, tl.int64)
-                tokens = m.inbox + inbox * p.H
-                if source == rank:
-                    tokens = x_ptr + tl.cast(tl.load(order + i, mask=some, other=0), tl.int64) * p.H
-                numbers = tl.load(m.meta + inbox * (2 * p.K + 2 + p.G) + k, mask=some & (k < p.K), other=-1)
-                into_rows(tokens, numbers, some, to, p)
+            into_rows(tokens, rows, inside, to, p)
             if arrived is not None:
                 arrivals.tell(rows, arrived, world)
+
+
+@triton.jit
+def _leave_free(slot, to, p):
+    """The slots from this one up to the end of its chunk are nobody's."""
+    free = slot + tl.arange(0, p.CHUNK)[:, None]
+    k = tl.arange(0, p.K2)[None, :]
+    nobody = tl.full((p.CHUNK, p.K2), -1, tl.int32)
+    same = free // p.CHUNK == (slot - 1) // p.CHUNK
+    tl.store(to.tokens + tl.cast(free, tl.int64) * p.K + k, nobody, mask=same & (k < p.K))
 
 
 @triton.jit

@@ -85,6 +85,19 @@ def test_programs_that_count_no_tokens_send_and_place_them(monkeypatch: pytest.M
     on_ranks(2, run, sms=4)
 
 
+def test_a_piece_is_placed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the slots behind its last one are nobody's, whatever an earlier launch has left there."""
+    monkeypatch.setattr(plans, "COPIED", 16)
+
+    def run(world: Any) -> None:
+        for routing in ("everywhere", "random"):
+            every = operands(2, routing, (21, 18), 3, 6, 8)
+            found = pkt.dispatch(*(one[world.rank] for one in every), 6, max_tokens=160)
+            same(found, module.reference(world.rank, *every, 6, 160, 1))
+
+    on_ranks(2, run, sms=3)
+
+
 def test_tokens_go_through_experts_and_home() -> None:
     """The way of a layer: dispatch, a product for each expert, combine; all of it against the product of each pair."""
     size, experts, K, H, N, T = 2, 4, 3, 16, 24, 7

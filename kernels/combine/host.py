@@ -53,8 +53,8 @@ def combine(
     mode: a form that the top of kernels/combine/host.py describes. tokens_per_rank: a promise that no rank has more
     tokens, alike on all ranks; low_latency keeps a place for each of them and each rank, or for R, 64 at least, where
     None. With it, mode None takes the form that kernels/dispatch/rules.py predicts to be faster, which is low_latency
-    for few tokens; without it, pull. nodes keeps room as low_latency does. num_comm_sms: with pull only, programs that
-    add up this rank's tokens, while the others add the rows of the other ranks' tokens.
+    for few tokens; without it, pull. nodes keeps room as low_latency does. num_comm_sms: with pull only, SMs whose
+    programs add up this rank's tokens, while the others add the rows of the other ranks' tokens.
 
     Differentiable, also in the weights. Symmetric memory kept: pull as many tokens as y has rows, rounded up, or
     size * tokens_per_rank if these are fewer; low_latency, in words of 4 / 3 of their bytes and rounded up to a power

@@ -27,7 +27,7 @@ MOST_COLS, TOGETHER = 8192, 2
 as registers hold."""
 MOST_PIECE = 16
 """Slots between two signals at most."""
-PIECES = 512
+PIECES = 2048
 """Pieces of the tokens of each rank, if they are small enough: so many keep all programs busy up to the end."""
 LEAST_ROOM = 64
 """Tokens of a rank for which `low_latency` has room at least, where the caller promises nothing."""
@@ -39,8 +39,10 @@ def plan_pull(call: Call) -> Launch:
     """A grid, buffers and signals of pull."""
     world, (_, H) = call.world, call["y"].shape
     slots = slots_filled(call.sizes["s"], call.sizes["r"], world.size, call.given.get("tokens_per_rank"))
-    programs = small_programs(call)
-    collectors = call["num_comm_sms"] or rules.collectors(call["k"], world.size, programs)
+    programs = small_programs(call, num_programs(world, world.num_sms))
+    collectors = rules.collectors(call["k"], world.size, programs)
+    if call["num_comm_sms"] is not None:
+        collectors = small_programs(call, call["num_comm_sms"])
     piece = max(1, triton.next_power_of_2(slots // (world.size * PIECES)))
     sized = _sized(call, slots, piece, max(1, min(collectors, programs - 1)), SMALL)
     pieces = triton.cdiv(slots, sized.PIECE.value)

@@ -32,9 +32,9 @@ def num_programs(world: World, tasks: int) -> int:
     return max(1, min(world.num_sms, tasks))
 
 
-def small_programs(call: Call) -> int:
-    """Such a grid: SMALL programs an SM on GPUs, one in the simulator."""
-    return (SMALL if call.on_gpu else 1) * num_programs(call.world, call.world.num_sms)
+def small_programs(call: Call, sms: int) -> int:
+    """SMALL programs for each of so many SMs on GPUs, one in the simulator."""
+    return (SMALL if call.on_gpu else 1) * sms
 
 
 def barrier_counters(world: World) -> SymmetricTensor:

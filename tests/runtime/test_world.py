@@ -40,6 +40,8 @@ ARRAYS = [
     torch.ones(2, 3).to(torch.bfloat16),
     torch.zeros(0, 2),
     torch.tensor(3),
+    torch.ones(2)[::2],
+    torch.arange(6.0).view(2, 3).t(),
 ]
 
 

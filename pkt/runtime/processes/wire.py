@@ -75,7 +75,8 @@ def _pack(value: Any, call: str, levels: int) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        whole = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
+        flat = whole.reshape(-1).view(torch.uint8)  # contiguous() keeps the stride of a tensor of one element
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), _bytes(flat.numpy().tobytes())]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, ShapeError
+from pkt.errors import DtypeError, NotSymmetric, ShapeError
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -32,6 +32,8 @@ def check_tensor(
 ) -> None:
     """`tensor` is on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
     Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`."""
+    if peers and tensor is None:  # an `out` that the caller left away
+        raise NotSymmetric.argument(world.rank, name, "None", call)
     check_dense(call, name, tensor, world)
     if peers:
         symmetric(tensor, name, world, call=call)

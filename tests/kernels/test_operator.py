@@ -289,6 +289,8 @@ def test_a_named_form_copies_nothing_into_the_heap() -> None:
     def main(world: Any) -> None:
         with pytest.raises(pkt.NotSymmetric, match="all_gather: x must be a symmetric tensor"):
             pkt.all_gather(torch.ones(4), mode="pull", world=world)
+        with pytest.raises(pkt.NotSymmetric, match="all_gather: out must be a symmetric tensor.*, found None: all"):
+            pkt.all_gather(torch.ones(4), mode="push", world=world)
         with pytest.raises(ShapeError, match="elements that share no memory"):
             pkt.all_reduce(torch.ones(1).expand(4), world=world)
 

@@ -222,8 +222,11 @@ class Operator(Choosing):
             return None
         if written.numel() == 0 and not self.also:
             return lambda *tensors: tensors[self._written]
-        ranks_agree = not any(n == 0 for letter, n in call.sizes.items() if letter in self.private)
-        if ranks_agree and any(t is not None and t.numel() == 0 for n, t in call.tensors.items() if n in self.tensors):
+        if self.private:  # other ranks may have more of these, so only the other letters say that all have nothing
+            counts = [n for letter, n in call.sizes.items() if letter not in self.private]
+        else:
+            counts = [t.numel() for n, t in call.tensors.items() if n in self.tensors and t is not None]
+        if 0 in counts:
             arguments = dict(call.arguments)
 
             @torch.no_grad()  # as of kernels

@@ -44,6 +44,23 @@ def test_a_backward_pass_that_needs_what_was_overwritten_raises(forward: Any) ->
     on_ranks(2, run)
 
 
+def test_ranks_agree_that_a_result_is_empty() -> None:
+    """Though one of them has nothing else to multiply or to attend to either."""
+
+    def main(world: Any) -> None:
+        for rows, columns in ((0, 4), (2, 0)):
+            k = 8 * world.rank
+            a, b = (torch.zeros(shape, requires_grad=True) for shape in ((2 * rows, k), (k, columns)))
+            pkt.matmul_reduce_scatter(a, b, world=world).sum().backward()
+            assert a.grad.count_nonzero() == b.grad.count_nonzero() == 0
+        q, cache = torch.zeros(0, 1, 2, 16), torch.zeros(2 * world.rank, 4, 1, 16)
+        table, lens = (torch.zeros(0, 1, dtype=torch.int32) for _ in range(2))
+        out, lse = pkt.flash_decode(q, cache, cache, table, lens, world=world)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+
+    pkt.launch(main, ranks=2, device="cpu")
+
+
 def test_an_empty_product_has_the_gradient_of_its_bias() -> None:
     def run(world: Any) -> None:
         bias = torch.ones(4, requires_grad=True)

@@ -82,7 +82,7 @@ def axis(operand: str) -> Check:
         shape = call[operand].shape
         ndim = max(len(shape), 1)
         if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
-            raise call.refuse(name, dim, f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}")
+            raise call.refuse(name, repr(dim), f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}")
         return dim % ndim
 
     return check

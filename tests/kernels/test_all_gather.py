@@ -104,6 +104,7 @@ def test_dimensions() -> None:
         r"dim: found 2, wanted an axis from -2 to 1 of \(4, 3\)",
         lambda w: all_gather(pkt.empty(4, 3), dim=2),
     )
+    bad(pkt.ShapeError, "dim: found '0', wanted an axis from -2 to 1", lambda w: all_gather(pkt.empty(4, 3), dim="0"))
 
 
 def test_memory_that_is_shared_in_part() -> None:

@@ -29,21 +29,21 @@ def empty(
     dtype: torch's default where None. name: used in messages; where None, the name of the variable that the tensor is
     assigned to. world: the current one where None. Raises ShapeError, DtypeError, AllocationMismatch, HeapFull, Closed.
     """
-    return _make("empty", torch.empty, (_shape("empty", size),), dtype, name, world, fill=False)
+    return _make("empty", torch.empty, (_shape("empty", size, world),), dtype, name, world, fill=False)
 
 
 def zeros(
     *size: Size, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
 ) -> SymmetricTensor:
     """`empty`, filled with zeros on every rank."""
-    return _make("zeros", torch.zeros, (_shape("zeros", size),), dtype, name, world)
+    return _make("zeros", torch.zeros, (_shape("zeros", size, world),), dtype, name, world)
 
 
 def ones(
     *size: Size, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
 ) -> SymmetricTensor:
     """`empty`, filled with ones on every rank."""
-    return _make("ones", torch.ones, (_shape("ones", size),), dtype, name, world)
+    return _make("ones", torch.ones, (_shape("ones", size, world),), dtype, name, world)
 
 
 def full(
@@ -55,7 +55,7 @@ def full(
     world: World | None = None,
 ) -> SymmetricTensor:
     """`empty`, filled with `fill_value`, which may differ between ranks; of its dtype where dtype is None."""
-    return _make("full", torch.full, (_shape("full", (size,)), fill_value), dtype, name, world)
+    return _make("full", torch.full, (_shape("full", (size,), world), fill_value), dtype, name, world)
 
 
 def rand(
@@ -66,7 +66,7 @@ def rand(
     world: World | None = None,
 ) -> SymmetricTensor:
     """Uniform in [0, 1), the values of torch.rand for `generator` or this rank's default generator."""
-    return _make("rand", torch.rand, (_shape("rand", size),), dtype, name, world, generator=generator)
+    return _make("rand", torch.rand, (_shape("rand", size, world),), dtype, name, world, generator=generator)
 
 
 def randn(
@@ -77,7 +77,7 @@ def randn(
     world: World | None = None,
 ) -> SymmetricTensor:
     """Standard normal, the values of torch.randn for `generator` or this rank's default generator."""
-    return _make("randn", torch.randn, (_shape("randn", size),), dtype, name, world, generator=generator)
+    return _make("randn", torch.randn, (_shape("randn", size, world),), dtype, name, world, generator=generator)
 
 
 def randint(
@@ -95,10 +95,10 @@ def randint(
     if size is None:
         low, high, size = 0, low, high if isinstance(high, Sequence) else None
     if size is None or not isinstance(high, int):
-        raise ShapeError.argument("randint", "arguments", (low, high, size), "(low, high, size) or (high, size)")
+        raise _refused("randint", "arguments", (low, high, size), "(low, high, size) or (high, size)", world)
     if high <= low:
-        raise ShapeError.argument("randint", "low and high", (low, high), "low < high")
-    shape = _shape("randint", (size,))
+        raise _refused("randint", "low and high", (low, high), "low < high", world)
+    shape = _shape("randint", (size,), world)
     return _make("randint", torch.randint, (low, high, shape), dtype, name, world, generator=generator)
 
 
@@ -116,7 +116,7 @@ def arange(
         start, end = 0, start
     if step == 0 or (end - start) / step < 0:
         found = (start, end, step)
-        raise ShapeError.argument("arange", "start, end, step", found, "a step that leads from start to end")
+        raise _refused("arange", "start, end, step", found, "a step that leads from start to end", world)
     return _make("arange", torch.arange, (start, end, step), dtype, name, world)
 
 
@@ -185,7 +185,7 @@ def randint_like(
 ) -> SymmetricTensor:
     """`randint` with the shape and dtype of `x`."""
     if high <= low:
-        raise ShapeError.argument("randint_like", "low and high", (low, high), "low < high")
+        raise _refused("randint_like", "low and high", (low, high), "low < high", world)
     args = (low, high, tuple(x.shape))
     return _make("randint_like", torch.randint, args, dtype or x.dtype, name, world, generator=generator)
 
@@ -208,20 +208,27 @@ def signals(
     unwaited: signals that no kernel looks at are meant, such as credits that are left over at the end, or counters that
     only the host reads. Otherwise they are LostSignal in the simulator.
     """
-    shape = _shape("signals", (n,))
+    shape = _shape("signals", (n,), world)
     if shape == (0,):
-        raise ShapeError.argument("signals", "n", n, "at least 1")
+        raise _refused("signals", "n", n, "at least 1", world)
     if dtype not in (torch.int32, torch.int64):
-        raise DtypeError.argument("signals", "dtype", dtype, "torch.int32 or torch.int64")
+        rank = (world or current_world("pkt.signals")).rank
+        raise DtypeError.argument("signals", "dtype", dtype, "torch.int32 or torch.int64", rank)
     return _make("signals", torch.empty, (shape,), dtype, name, world, kind="signals", unwaited=unwaited)
 
 
-def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
+def _refused(call: str, name: str, found: Any, wanted: str, world: World | None) -> ShapeError:
+    """The error to raise for argument `name`."""
+    rank = (world or current_world(f"pkt.{call}")).rank
+    return ShapeError.argument(call, name, found, wanted, rank)
+
+
+def _shape(call: str, size: tuple[Any, ...], world: World | None) -> tuple[int, ...]:
     # The test for an int comes first, because the test for a Sequence costs as much as the rest of this function.
     given = size[0] if len(size) == 1 and type(size[0]) is not int and isinstance(size[0], Sequence) else size
     for extent in given:
         if type(extent) is not int or extent < 0:
-            raise ShapeError.argument(call, "size", tuple(given), "integers that are not negative")
+            raise _refused(call, "size", tuple(given), "integers that are not negative", world)
     return tuple(given)
 
 
@@ -242,7 +249,8 @@ def _make(
     world = world or current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)
+        found = f"{type(dtype).__name__} {dtype!r:.40}"
+        raise DtypeError.argument(call, "dtype", found, "a torch.dtype", world.rank)
     if dtype in _QUANTIZED:
         raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
     if fill and kind == "data":

@@ -150,6 +150,8 @@ class Atomics(Accesses):
             flat: Any = _ALL.get(len(out), None) if where is ... else where
             if flat is None:
                 flat = np.arange(len(out))
+            if isinstance(access, Strided) and access.place.repeats():  # of a block that was broadcast, for one
+                access = Scattered(access.region, access.byte_offsets(), access.itemsize)
             if isinstance(access, Strided):
                 view = access.view(dtype)
                 old = view.reshape(-1).copy()

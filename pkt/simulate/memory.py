@@ -68,6 +68,15 @@ class Place:
         self.end, self.count = end, count
         self.touched: Any = None  # the race detector's
 
+    def repeats(self) -> bool:
+        """Whether rows begin before the ones before them end, so that an element may be there more than once."""
+        inside = self.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if n > 1 and stride < inside:
+                return True
+            inside += (n - 1) * stride
+        return False
+
     def key(self) -> tuple:
         """Equal for places of the same bytes."""
         return self.offset, self.shape, self.strides, self.itemsize

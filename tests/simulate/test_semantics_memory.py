@@ -194,6 +194,30 @@ def test_atomics_update_a_peers_copy(seed: int) -> None:
 
 
 @triton.jit
+def histogram(counts, old, world, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+    o = tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, COLUMNS)[None, :]
+    i = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(old + i, pl.atomic_add(counts + o, 1, world.rank, world, sem="relaxed"))
+    pl.atomic_add(counts + 64 + o, 1, world.rank, world, sem="relaxed")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("rows", "columns", "step"), [(4, 1, 0), (2, 8, 0), (32, 16, 0), (4, 8, 2), (4, 8, 8)])
+def test_a_block_that_names_an_element_twice_updates_it_twice(rows: int, columns: int, step: int, seed: int) -> None:
+    """Where rows of the block share elements, all or some of them."""
+
+    def main(world: Any) -> None:
+        counts, old = pkt.zeros(2, 64, dtype=torch.int32), torch.empty(rows, columns, dtype=torch.int32)
+        histogram[(1,)](counts, old, world.device, rows, columns, step)
+        at = (torch.arange(rows)[:, None] * step + torch.arange(columns)).flatten()
+        assert counts.tolist() == [torch.bincount(at, minlength=64).tolist()] * 2
+        found = [sorted(old.flatten()[at == i].tolist()) for i in at.unique()]
+        assert found == [list(range(len(of_one))) for of_one in found]
+
+    launch(main, ranks=1, seed=seed)
+
+
+@triton.jit
 def float_atomics(x, world):
     pl.atomic_add(x + tl.arange(0, 4), 1.5, (world.rank + 1) % world.size, world)
 

@@ -44,11 +44,11 @@ def test_a_backward_pass_that_needs_what_was_overwritten_raises(forward: Any) ->
     on_ranks(2, run)
 
 
-def test_ranks_agree_that_a_result_is_empty() -> None:
-    """Though one of them has nothing else to multiply or to attend to either."""
+def test_ranks_agree_whether_a_result_is_empty() -> None:
+    """Whether or not one of them has nothing to multiply or to attend to."""
 
     def main(world: Any) -> None:
-        for rows, columns in ((0, 4), (2, 0)):
+        for rows, columns in ((0, 4), (2, 0), (2, 4)):
             k = 8 * world.rank
             a, b = (torch.zeros(shape, requires_grad=True) for shape in ((2 * rows, k), (k, columns)))
             pkt.matmul_reduce_scatter(a, b, world=world).sum().backward()

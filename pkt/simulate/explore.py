@@ -306,13 +306,15 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
 
 def _alone(outcome: Outcome) -> Exception | None:
     """The failure of a run with a fault, without the frames of its traceback, as another process would send it. They
-    hold the run's heap, and a report of hundreds of faults would hold as many heaps."""
+    hold the run's heap, and a report of hundreds of faults would hold as many heaps. The next run's heap is then where
+    this one's was, and so are the constants that follow from its address."""
     error: BaseException | None = outcome.error
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
         seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+    outcome.discard()
     return outcome.failure
 
 

@@ -118,6 +118,13 @@ class Outcome:
     results: list[Any] | None
     error: Exception | None
     findings: list[PktError]
+    worlds: list[World]  # of all ranks; an error leaves them open
+
+    def discard(self) -> None:
+        """Drop the heap, as a run without an error has done."""
+        for world in self.worlds:
+            if not world.closed:
+                world._discard()
 
     @property
     def failure(self) -> Exception | None:
@@ -187,7 +194,7 @@ def _execute(fn: Callable[..., Any], ranks: int, args: tuple, heap: int, **optio
     if error is None:
         findings += [*_closed_on_some(machine), *_signals_without_wait(machine)]
     machine.close()
-    return Outcome(machine, results, error, findings)
+    return Outcome(machine, results, error, findings, [*members.values()])
 
 
 OPTIONS = frozenset(p.name for p in inspect.signature(Machine).parameters.values() if p.kind is p.KEYWORD_ONLY)

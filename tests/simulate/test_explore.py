@@ -183,6 +183,23 @@ def test_a_report_holds_no_heap_of_a_caught_fault() -> None:
     assert not any(world() is not None for world in held)
 
 
+def test_the_heap_of_a_caught_fault_goes_at_once() -> None:
+    """The garbage collector would leave it for long, and the next run's heap would be at another address."""
+    held: list[weakref.ref] = []
+
+    def main(world: Any) -> None:
+        held.append(weakref.ref(world.backend.machine.space._bytes))
+        world.keep("a value that refers to the world", lambda: (world, pkt.empty(4)))
+        exchange_main(world, 1)
+
+    gc.disable()
+    try:
+        simulate(main, 2, seeds=1, heap="1MiB", lost_signals=True, lost_ranks=2).check()
+        assert not any(memory() is not None for memory in held)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", [ValueError, PktError])
 def test_a_fault_may_show_as_an_error_that_is_its_own_cause(kind: type[Exception]) -> None:

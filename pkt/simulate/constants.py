@@ -13,6 +13,7 @@ from triton.runtime.interpreter import TensorHandle
 
 SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
 _ONE = core.constexpr(1)
+_INTEGERS = frozenset({"int32", "int64"})
 _shapes: dict[tuple, tuple[Any, Any]] = {SCALAR: (SCALAR, _ONE)}
 _blocks: dict[tuple, tuple[tl.dtype, Any, Any]] = {}  # (name of a type, shape) -> type of the block, its parts
 
@@ -36,7 +37,14 @@ def _parts(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
-    """The tensor of `data` with elements `ty`, in a third of the time that Triton's two constructors take."""
+    """The tensor of `data` with elements `ty`, in a third of the time that Triton's two constructors take. An integer
+    is a constant: the number of a tile, for example, is mostly one that another program or schedule has had."""
+    if scalar and ty.name in _INTEGERS:
+        return integer(data.item(), ty)
+    return _new_tensor(data, ty, scalar)
+
+
+def _new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
     handle = _make_handle(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, ty, {}
     tensor = _make_tensor(tl.tensor)
@@ -55,10 +63,11 @@ _make_handle, _make_tensor = TensorHandle.__new__, tl.tensor.__new__
 
 
 # -- constants ------------------------------------------------------------------------------------------------------
-# A program's index, its integer arguments, its ramps and what follows from them alone are the same in every schedule. A
-# constant keeps the results of operations on it in `results`: operation and operand -> (result, operand). Operands are
-# told apart by identity, and kept so that no other object gets theirs. Other tensors have None there (see
-# pkt.simulate.interpreter). No operation writes into a tensor's array; numpy refuses it for constants.
+# A program's index, its integer arguments, its ramps and what follows from them alone are the same in every schedule.
+# Most integers that a program loads come again, too. A constant keeps the results of operations on it in `results`:
+# operation and operand -> (result, operand). Operands are told apart by identity, and kept so that no other object gets
+# theirs. Other tensors have None there (see pkt.simulate.interpreter). No operation writes into a tensor's array; numpy
+# refuses it for constants.
 
 _LARGEST = 4096  # elements of a constant
 _MOST = 1 << 21  # elements of all constants, 16 MiB, after which they are made anew; running programs keep theirs
@@ -106,7 +115,10 @@ def constant(key: Any, make: Callable[[], tl.tensor]) -> tl.tensor:
 
 def integer(value: int, ty: tl.dtype) -> tl.tensor:
     """The scalar `value` of an integer type."""
-    return constant((ty.name, value), lambda: new_tensor(np.array([value], ty.name), ty, True))
+    known = _roots.get((ty.name, value))
+    if known is None:
+        known = constant((ty.name, value), lambda: _new_tensor(np.array([value], ty.name), ty, True))
+    return known
 
 
 def address(value: int, ty: tl.dtype) -> tl.tensor:

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from pkt.simulate.constants import new_tensor
 from pkt.simulate.numerics import BITS
 
 
 def _tensor(data: np.ndarray, ty: tl.dtype) -> tl.tensor:
     scalar = ty.scalar
-    if data.ndim == 0:
-        return tl.tensor(TensorHandle(data.reshape(1), scalar), scalar)
-    return tl.tensor(TensorHandle(np.ascontiguousarray(data), scalar), tl.block_type(scalar, list(data.shape)))
+    return new_tensor(data.reshape(1) if data.ndim == 0 else np.ascontiguousarray(data), scalar, data.ndim == 0)
 
 
 def _along(array: np.ndarray, axis: int, where: slice) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +113,19 @@ def test_constants_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "_MOST", 0)  # as if too many were kept
         execute(small, 4, heap=HEAP, sms=8, seed=3)
         execute(small, 4, heap=HEAP, sms=8, seed=3)
+
+
+def test_a_computed_integer_is_a_constant() -> None:
+    """Whatever it was computed from: the sums of addresses that follow from it are then found again."""
+    with interpreting():
+        for dtype, ty in ((np.int32, constants.tl.int32), (np.int64, constants.tl.int64)):
+            for value in (0, 1, -7):
+                made = constants.new_tensor(np.array([value], dtype), ty, True)
+                assert made is constants.integer(value, ty)
+                assert made.dtype is ty
+        one = constants.new_tensor(np.array([1], np.int32), constants.tl.int32, True)
+        assert one is not constants.integer(1, constants.tl.int64)
+        assert one is not constants.new_tensor(np.array([1], np.int32), constants.tl.int32, False)
 
 
 def test_nothing_writes_into_a_constant() -> None:

@@ -96,6 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(SIMULATE + "constants.py", "tests/simulate/test_cost.py tests/simulate/test_shortcuts.py",
         ("constants forget what follows", "        results[key] = made, operand\n", "        pass\n"),
+        ("integers from memory are no constants", "if scalar and ty.name in _INTEGERS:", "if False:"),
         ("constants may be written", "made.handle.data.flags.writeable = False", "pass"),
     ),
     *of(SIMULATE + "shortcuts.py", "tests/simulate/test_cost.py tests/simulate/test_shortcuts.py",

@@ -14,7 +14,7 @@ from pkt.runtime.memory.factories import empty, signals
 from ..declaration import Call, Launch
 from ..dispatch import rules
 from ..dispatch.arguments import Words
-from ..dispatch.plans import THREADS, parts_of, words_of
+from ..dispatch.plans import parts_of, words_of
 from ..dispatch.result import chunk_of, slots_filled
 from ..shared import flagged, rails
 from ..shared.grid import COPY_OPTIONS, SMALL, SMALL_OPTIONS, barrier_counters, num_programs, small_programs
@@ -121,12 +121,13 @@ def tokens_at_most(call: Call) -> int:
 def plan_low_latency(call: Call) -> Launch:
     """A grid and words of low_latency."""
     world, T, (_, H), (slots, K) = call.world, call.sizes["t"], call["y"].shape, call["dispatched.tokens"].shape
-    programs, third, most = num_programs(world, world.num_sms), words_of(H * call.dtype.itemsize), tokens_at_most(call)
-    block, parts = parts_of(third, T, programs)
-    constants = K, triton.next_power_of_2(max(K, 1)), block, THREADS, LOOK
+    programs = small_programs(call, num_programs(world, world.num_sms))
+    third, most, threads = words_of(H * call.dtype.itemsize), tokens_at_most(call), 32 * SMALL_OPTIONS["num_warps"]
+    block, parts = parts_of(third, T, programs, threads)
+    constants = K, triton.next_power_of_2(max(K, 1)), block, threads, LOOK
     sized = Few(T, H, slots, most, third, parts, *map(tl.constexpr, constants))
     memory = Words(*flagged.slots_of(world, world.size * (1 + most * third)))
-    start = cooperative_launch(world, low_latency_kernel, (programs,), **COPY_OPTIONS)
+    start = cooperative_launch(world, low_latency_kernel, (programs,), **SMALL_OPTIONS)
 
     def launch(*tensors: Any) -> torch.Tensor:
         start(*tensors, memory, sized, world.device)

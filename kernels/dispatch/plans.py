@@ -24,7 +24,7 @@ from .rules import COPIED, SENDERS, STAGES
 from .sorting import Sorting
 
 THREADS = 256
-"""Of a program in the low-latency form: a thread moves a word at a time."""
+"""Of a program in the low-latency form."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64
@@ -194,9 +194,10 @@ def words_of(nbytes: int) -> int:
     return triton.cdiv(triton.cdiv(nbytes, 4), 3)
 
 
-def parts_of(third: int, tokens: int, programs: int) -> tuple[int, int]:
-    """How many words of a token, which has `third`, a program moves at a time, and how many programs share a token."""
-    block = max(1, min(THREADS, triton.next_power_of_2(third) // 2))
+def parts_of(third: int, tokens: int, programs: int, threads: int) -> tuple[int, int]:
+    """How many words of a token, which has `third`, a program moves at a time, one a thread, and how many programs
+    share a token."""
+    block = max(1, min(threads, triton.next_power_of_2(third) // 2))
     return block, max(1, min(triton.cdiv(third, block), programs // max(tokens, 1)))
 
 
@@ -208,7 +209,7 @@ def plan_low_latency(call: Call) -> Launch:
     third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
     expert_words = triton.cdiv(size * own, 3)
     counted = expert_words + triton.cdiv(size, 3)
-    block, parts = parts_of(third, T, programs)
+    block, parts = parts_of(third, T, programs, THREADS)
     tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
     sized = Few(
         T, H, call["max_tokens"], call.sizes["s"], G, most, third, words_of(4 * G), parts,

@@ -29,7 +29,7 @@ MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64
 """Programs that count the tokens of a rank, at least. All add up the counts of those before them, so few take less
-time (dispatch_pieces_2.json)."""
+time."""
 LEAST_PIECE = 4
 """Tokens that push sends together, at least, but never more than half a chunk: describing a piece takes as long as
 copying some tokens (dispatch_pieces_2.json of benchmarks/results)."""

@@ -18,8 +18,8 @@ COPIED, STAGES = 16384, 4
 """Of push: bytes that a program copies at a time, and how many such copies are on their way at once. With 32 KiB and
 one copy, dispatch of 16,384 and 32,768 tokens takes 1 to 3 % longer on 2 and 4 H200 (`dispatch_matmul_tried.json`)."""
 BESIDE: dict[tuple[str, str], tuple[float, float]] = {
-    ("dispatch", "push"): (42e-6, 10e-9), ("dispatch", "low_latency"): (10e-6, 130e-9),
-    ("combine", "pull"): (30e-6, 12e-9), ("combine", "low_latency"): (9e-6, 75e-9),
+    ("dispatch", "push"): (35e-6, 7e-9), ("dispatch", "low_latency"): (10e-6, 130e-9),
+    ("combine", "pull"): (27e-6, 4e-9), ("combine", "low_latency"): (9e-6, 33e-9),
 }  # fmt: skip
 """What a form takes beside the links' time, in seconds: at all, and for each token of a rank. Counts, waits, copies and
 sums, fitted to 2 H200 (`dispatch_2.json`)."""

@@ -423,11 +423,11 @@ class Machine:
         bound = bind(kernel, args, {k: v for k, v in named.items() if k in names})
         for hook in getattr(kernel, "pre_run_hooks", ()):
             hook(*args, **named)
-        where = tuple(grid(bound)) if callable(grid) else tuple(grid)
-        name = kernel.fn.__name__
-        if not 1 <= len(where) <= 3 or not all(hasattr(n, "__index__") and n >= 0 for n in where):
-            raise ShapeError.argument(name, "grid", where, "one to three integers from 0", host.rank)
-        shape: tuple[int, int, int] = (*map(int, where), 1, 1)[:3]  # type: ignore[assignment]
+        where, name = grid(bound) if callable(grid) else grid, kernel.fn.__name__
+        sizes = where if isinstance(where, (tuple, list)) else ()
+        if not 1 <= len(sizes) <= 3 or not all(hasattr(n, "__index__") and n >= 0 for n in sizes):
+            raise ShapeError.argument(name, "grid", where, "a tuple of one to three integers from 0", host.rank)
+        shape: tuple[int, int, int] = (*map(int, sizes), 1, 1)[:3]  # type: ignore[assignment]
         total = shape[0] * shape[1] * shape[2]
         if options.get("launch_cooperative_grid") and total > self.sms:
             raise GridTooLarge.resident(name, total, self.sms, 1, rank=host.rank)

@@ -52,6 +52,18 @@ def count_launch(out, flags, world):
     tl.store(out, pl.epoch(flags, world))
 
 
+@pytest.mark.parametrize("grid", [3, lambda bound: 3, (), (1, 1, 1, 1), (-1,), (1.5,)])
+def test_a_grid_is_a_tuple_of_one_to_three_integers(grid: Any) -> None:
+    def launch(world: Any) -> None:
+        x = torch.zeros(1)
+        meet[grid](x, x, x, world.device, WORLD=False)
+
+    with pytest.raises(
+        pkt.ShapeError, match="rank 0: meet: grid: found .*, wanted a tuple of one to three integers from 0"
+    ):
+        pkt.launch(launch, ranks=1, device="cpu")
+
+
 @pytest.mark.parametrize("before", [0x7FFE, 0x7FFF, 0x8000, 0xFFFF, 0x10000])
 def test_an_epoch_counts_more_arrivals_than_fit_into_16_bits(before: int) -> None:
     """As if so many programs of a larger grid had arrived: a grid of one program is not their last."""

@@ -5,8 +5,7 @@
 
 The model is ordinary torch. `pkt.parallelize` puts it on pkt's operators; torch's `parallelize_module`, with the same
 plans, on NCCL. SERVING keeps all tokens on every rank (GEMM + all-reduce), TRAINING splits the sequence between blocks
-(all-gather + GEMM, GEMM + reduce-scatter). It has run on one GPU and on
-ranks that share one, not on several.
+(all-gather + GEMM, GEMM + reduce-scatter). It has run on 1 and 2 GPUs.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def _sized(call: Call, counters: int, senders: int) -> Size:
 
 
 def _counters(call: Call, programs: int) -> int:
-    """Programs that count tokens, and number them: so many that none does so twice, but no fewer than COUNTERS."""
+    """Programs that count tokens and number them: one for as many as are numbered at a time, but no fewer than
+    COUNTERS."""
     T, K = call["topk_idx"].shape
     return min(programs, max(COUNTERS, triton.cdiv(T, _numbered(triton.next_power_of_2(max(K, 1))))))
 

@@ -32,7 +32,7 @@ def check_tensor(
 ) -> None:
     """`tensor` is on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
     Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`."""
-    if peers and tensor is None:  # an `out` that the caller left away
+    if peers and tensor is None:  # an `out` that the caller has left out
         raise NotSymmetric.argument(world.rank, name, "None", call)
     check_dense(call, name, tensor, world)
     if peers:

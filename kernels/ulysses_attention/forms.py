@@ -125,8 +125,8 @@ def ulysses_attention(
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. In "copy" and "unfused" this is up to torch. A row that sees no key is 0. Returns `out`,
-    complete; the operands may be overwritten at once. Tensors may have any strides. It has run on 2 and 4
-    GPUs.
+    complete; the operands may be overwritten at once. Tensors may have any strides. It
+    has run on 2 and 4 GPUs.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
     of q for the result, which in "copy" a symmetric `out` saves. Raises ShapeError, DtypeError, CollectiveMismatch,

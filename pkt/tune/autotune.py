@@ -14,7 +14,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import only_compiling
 from pkt.tune.search import MOST, Model, Search
-from pkt.tune.target import Call, Check, Target, key_of
+from pkt.tune.target import Call, Check, Target, key_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.tuner import Bucket, Plan, Prune, known, tuned
 from pkt.tune.votes import case_text
@@ -104,6 +104,8 @@ class Autotuned:
         for name, place in self._places:
             value = args[place] if place < len(args) else named.get(name)
             case.append(value.shape if isinstance(value, torch.Tensor) else value)
+            if isinstance(value, (list, tuple)):  # which may hold lists
+                case[-1] = plain_key(self.target.call, {name: value})[name]
         return world or current_world(self.target.call), tuple(case)
 
     def _choose(

@@ -48,7 +48,7 @@ def report(search: Search) -> Group:
             "spread": f"{(max(c.times) - min(c.times)) / c.time:.0%}" if len(c.times) > 1 else "",
         }
         style = "bold" if c.config == search.best else None
-        table.add_row(*(cells[name] for name in shown), text_of(c.config, varied), style=style)
+        table.add_row(*(cells[name] for name in shown), Text(text_of(c.config, varied)), style=style)
     return Group(
         Text(f"{search.what}: {case}", style="bold"),
         table,

@@ -89,16 +89,22 @@ def key_of(
     for name in names:
         if name not in arguments:
             raise ShapeError.argument(call, f"key {name!r}", "no value", "an argument of the call")
-    key = plain_key(call, {name: arguments[name] for name in names})
-    for name, whole in bucket.items():
-        key[name] = _plain(call, name, whole(key[name]))
+    key = plain_key(call, {name: arguments[name] for name in names}, bucket)
     dtypes = [dtype_text(value.dtype) for value in arguments.values() if isinstance(value, torch.Tensor)]
     return key | ({"dtypes": ", ".join(dtypes)} if dtypes else {})
 
 
-def plain_key(call: str, key: Mapping[str, Any]) -> dict[str, Any]:
-    """A key in the form that is sent and kept: tensors as (*shape, dtype), dtypes by their short names."""
-    return {name: _plain(call, name, value) for name, value in key.items()}
+def plain_key(
+    call: str, key: Mapping[str, Any], bucket: Mapping[str, Callable[[Any], Any]] | None = None
+) -> dict[str, Any]:
+    """A key in the form that is sent and kept, after `bucket`: tensors as (*shape, dtype), dtypes by their short
+    names."""
+    plain = {name: _plain(call, name, value) for name, value in key.items()}
+    for name, whole in (bucket or {}).items():
+        if name not in plain:
+            raise ShapeError.argument(call, "bucket", repr(name), f"names of the key: {', '.join(plain)}")
+        plain[name] = _plain(call, name, whole(plain[name]))
+    return plain
 
 
 def _plain(call: str, name: str, value: Any) -> Any:

@@ -92,7 +92,7 @@ def tune(
     arguments = target.arguments(args, named)
     names = () if isinstance(key, Mapping) else tuple(key)
     if isinstance(key, Mapping):
-        case = plain_key(target.call, key)
+        case = plain_key(target.call, key, bucket)
     else:
         case = key_of(target.call, names, arguments, bucket or {})
     plan = Plan(
@@ -146,9 +146,9 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
     machine, else that of pkt's tables for the nearest shape, else None; with PKT_NCCL=0 never NCCL + cuBLAS. Collective
     the first time that a world asks; then a look into a dict."""
     choices: dict[Any, Config | None] = world.lasting.setdefault("tune.choices", {})
-    asked = (what, *key.items())
+    case = plain_key("pkt.tune.choice", key)
+    asked = (what, *case.items())
     if asked not in choices:
-        case = plain_key("pkt.tune.choice", key)
 
         def offer(_: Sequence[Config]) -> dict[str, Any] | None:
             found = cache.load(world, what, cache.case(world, "", case))

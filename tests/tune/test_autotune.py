@@ -201,6 +201,18 @@ def test_tensors_enter_the_case_by_shape_and_dtype():
     ]
 
 
+def test_lists_enter_the_case_as_tuples():
+    tuned = counting(key=["m"])
+
+    def main(world):
+        tuned([2, [4]], 1)
+        world.backend.exchange = None
+        return tuned((2, (4,)), 1)
+
+    assert in_threads(1, main) == [3]
+    assert list(tuned.searches) == ["m=(2, (4,))"]
+
+
 def test_buckets_share_a_choice_also_where_ranks_differ():
     tuned = counting(key=["m", "k"], bucket={"m": triton.next_power_of_2})
 
@@ -211,6 +223,14 @@ def test_buckets_share_a_choice_also_where_ranks_differ():
 
     in_threads(3, main)
     assert list(tuned.searches) == ["m=128, k=1", "m=256, k=1"]
+
+
+def test_a_bucket_also_goes_with_a_key_that_is_a_mapping():
+    def main(world):
+        options = {"timer": lambda w: Rough(w, lambda n: 9.0 - n), "bucket": {"m": triton.next_power_of_2}}
+        return dict(pkt.tune.tune(lambda n: n, configs=candidates(4), key={"m": 100, "k": [2]}, **options).key)
+
+    assert in_threads(2, main) == [{"m": 128, "k": (2,)}] * 2
 
 
 def test_sizes_of_one_bucket_are_searched_once():
@@ -298,6 +318,8 @@ def test_wrong_arguments_are_refused_when_called():
             counting()(1, 2, n=3)
         with pytest.raises(ShapeError, match="key 'm': found no value"):
             counting(key=["m"])(k=2)
+        with pytest.raises(ShapeError, match="bucket: found 'k', wanted names of the key: m"):
+            counting(key=["m"], bucket={"k": triton.next_power_of_2})(1, 2)
         with pytest.raises(pkt.DtypeError, match="key 'm': found object, wanted a tensor"):
             counting(key=["m"])(object(), 2)
 

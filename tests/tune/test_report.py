@@ -55,6 +55,13 @@ def test_predicted_and_measured_side_by_side():
     ]
 
 
+def test_settings_are_shown_as_they_are():
+    found = Search(
+        "f", {}, (Candidate(Config(s="[/]"), None, (1e-3,)), Candidate(Config(s="[b]"), None, (2e-3,))), None, 1.0
+    )
+    assert [row[-1] for row in cells(printed(found))] == ["s=[/]", "s=[b]"]
+
+
 def test_lines_below_the_table():
     lines = printed(FOUND).splitlines()
     assert "3 of 7 measured in 3.2 s" in lines

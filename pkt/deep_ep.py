@@ -22,6 +22,8 @@ from pkt.runtime.world import World, current_world
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Tokens; or fp8 tokens and their scales, fp32."""
+MOST_RANKS = 16
+"""Of a Buffer.dispatch, which has a choice for each rank: as many as pkt.dispatch has experts of a token."""
 LEAST_SCALE = 1e-4 / LARGEST
 """That low_latency_dispatch quantises with: DeepEP takes every group to have a magnitude of 1e-4 at least."""
 
@@ -114,7 +116,7 @@ class Buffer:
         expert_alignment. The host exchanges T and num_tokens_per_expert and waits for the number of tokens received,
         unless num_worst_tokens says how many rows to return. Then the host waits for nothing, the counts are [], and
         rows after the last token are 0 and have topk_idx -1. handle: of an earlier dispatch, whose tokens go the same
-        way; only received x and event are not None then. Raises ShapeError, DtypeError, Unsupported.
+        way; only received x and event are not None then. At most 16 ranks. Raises ShapeError, DtypeError, Unsupported.
         """
         (x, scales), size, where = self._scaled("dispatch", x), self.group_size, "dispatch"
         if handle is not None:
@@ -129,6 +131,9 @@ class Buffer:
         if is_token_in_rank.dtype != torch.bool or tuple(is_token_in_rank.shape) != (x.shape[0], size):
             found = f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}"
             raise ShapeError.argument(where, "is_token_in_rank", found, f"bool {(x.shape[0], size)}", self.rank)
+        if size > MOST_RANKS:
+            wanted = f"at most {MOST_RANKS}; pkt.dispatch takes more"
+            raise ShapeError.argument(where, "group", f"{size} ranks", wanted, self.rank)
         own = self._own_experts(where, num_tokens_per_expert)
         self._check_choices(where, topk_idx, topk_weights, x.shape[0])
         if expert_alignment < 1:
@@ -305,8 +310,8 @@ class Buffer:
             return
         self._check_idx(where, topk_idx, self.group_size)
         found = tuple(getattr(topk_weights, "shape", ())) or type(topk_weights).__name__
-        if topk_idx.shape[0] != tokens or found != tuple(topk_idx.shape):
-            found, wanted = f"{tuple(topk_idx.shape)} and {found}", f"({tokens}, K) twice, or None twice"
+        if topk_idx.shape[0] != tokens or not topk_idx.shape[1] or found != tuple(topk_idx.shape):
+            found, wanted = f"{tuple(topk_idx.shape)} and {found}", f"({tokens}, K) twice, K from 1, or None twice"
             raise ShapeError.argument(where, "topk_idx and topk_weights", found, wanted, self.rank)
 
     def _experts_each(self, where: str, num_experts: int) -> int:

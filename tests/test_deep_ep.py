@@ -182,7 +182,7 @@ def test_refuses() -> None:
         found = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
         handle = buffer.dispatch(x, **found)[4]
         packed, _, few, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
-        rest, narrow = (idx, weights, few), x.to(torch.float8_e4m3fn)
+        rest, narrow, none = (idx, weights, few), x.to(torch.float8_e4m3fn), weights[:, :0]
         wrongs = [
             (pkt.DtypeError, "x", lambda: buffer.dispatch((x, x), **found)),
             (pkt.DtypeError, "x", lambda: buffer.dispatch((narrow,), **found)),
@@ -195,6 +195,7 @@ def test_refuses() -> None:
             (pkt.ShapeError, "expert_alignment", lambda: buffer.dispatch(x, **found, expert_alignment=0)),
             (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx)),
             (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx, topk_weights=x)),
+            (pkt.ShapeError, "K from 1", lambda: buffer.dispatch(x, **found, topk_idx=idx[:, :0], topk_weights=none)),
             (pkt.ShapeError, "num_experts", lambda: buffer.get_dispatch_layout(idx, 0)),
             (pkt.DtypeError, "topk_idx", lambda: buffer.get_dispatch_layout(x, 4)),
             (pkt.ShapeError, "topk_idx", lambda: buffer.get_dispatch_layout(idx[0], 4)),
@@ -213,6 +214,16 @@ def test_refuses() -> None:
         assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 0
 
     on_ranks(1, run)
+
+
+def test_dispatch_refuses_more_ranks_than_a_token_can_have_experts() -> None:
+    def run(world: Any) -> None:
+        buffer, idx = Buffer(world), torch.zeros(1, 1, dtype=torch.int64)
+        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 17)
+        with pytest.raises(pkt.ShapeError, match="rank .*: dispatch: group: found 17 ranks, wanted at most 16"):
+            buffer.dispatch(torch.ones(1, 8), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+
+    on_ranks(17, run)
 
 
 def test_set_num_sms_reaches_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,10 @@ import torch
 
 import pkt
 from pkt.kernels import dispatch as module
+from pkt.kernels.combine import plans as combining
+from pkt.kernels.declaration import Call
 from pkt.kernels.dispatch import Dispatched, plans
+from pkt.kernels.shared.grid import SMALL
 from tests.conformance.checks import set_launches
 
 from .helpers import on_ranks, random
@@ -119,6 +122,30 @@ def test_tokens_go_through_experts_and_home() -> None:
             assert ((result.double() - exact).abs() <= 3.1 * 2.0**-8 * most + 2.0**-120).all()
 
     on_ranks(size, run, sms=2)
+
+
+def test_on_gpus_combine_has_several_programs_an_sm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 SMs, whose programs run on the 8 of the simulator. One SM's collect."""
+    sizes: list[Any] = []
+
+    def told(*given: Any) -> Any:
+        sizes.append(given[3])
+        return sized(*given)
+
+    sized = combining._sized
+    monkeypatch.setattr(combining, "_sized", told)
+    monkeypatch.setattr(combining, "num_programs", lambda world, tasks: 2)
+
+    def run(world: Any) -> None:
+        every = operands(2, "random", (7, 9), 3, 6, 8)
+        found = pkt.dispatch(*(one[world.rank] for one in every), 6, max_tokens=64)
+        exact = pkt.combine(found.rows, found, mode="low_latency")
+        world.barrier()
+        monkeypatch.setattr(Call, "on_gpu", True)
+        assert torch.equal(pkt.combine(found.rows, found, num_comm_sms=1), exact)
+
+    on_ranks(2, run, sms=2 * SMALL)
+    assert sizes == [SMALL, SMALL]
 
 
 @pytest.mark.parametrize(

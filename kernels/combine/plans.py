@@ -17,7 +17,7 @@ from ..dispatch.arguments import Words
 from ..dispatch.plans import parts_of, words_of
 from ..dispatch.result import chunk_of, slots_filled
 from ..shared import flagged, rails
-from ..shared.grid import COPY_OPTIONS, SMALL, SMALL_OPTIONS, barrier_counters, num_programs, small_programs
+from ..shared.grid import COPY_OPTIONS, SMALL, SMALL_OPTIONS, barrier_counters, num_programs, several
 from . import nodes
 from .low_latency import Few, low_latency_kernel
 from .pull import Size, combine_kernel
@@ -39,10 +39,10 @@ def plan_pull(call: Call) -> Launch:
     """A grid, buffers and signals of pull."""
     world, (_, H) = call.world, call["y"].shape
     slots = slots_filled(call.sizes["s"], call.sizes["r"], world.size, call.given.get("tokens_per_rank"))
-    programs = small_programs(call, num_programs(world, world.num_sms))
+    programs = several(call, SMALL, num_programs(world, world.num_sms))
     collectors = rules.collectors(call["k"], world.size, programs)
     if call["num_comm_sms"] is not None:
-        collectors = small_programs(call, call["num_comm_sms"])
+        collectors = several(call, SMALL, call["num_comm_sms"])
     piece = max(1, triton.next_power_of_2(slots // (world.size * PIECES)))
     sized = _sized(call, slots, piece, max(1, min(collectors, programs - 1)), SMALL)
     pieces = triton.cdiv(slots, sized.PIECE.value)
@@ -121,7 +121,7 @@ def tokens_at_most(call: Call) -> int:
 def plan_low_latency(call: Call) -> Launch:
     """A grid and words of low_latency."""
     world, T, (_, H), (slots, K) = call.world, call.sizes["t"], call["y"].shape, call["dispatched.tokens"].shape
-    programs = small_programs(call, num_programs(world, world.num_sms))
+    programs = several(call, SMALL, num_programs(world, world.num_sms))
     third, most, threads = words_of(H * call.dtype.itemsize), tokens_at_most(call), 32 * SMALL_OPTIONS["num_warps"]
     block, parts = parts_of(third, T, programs, threads)
     constants = K, triton.next_power_of_2(max(K, 1)), block, threads, LOOK

@@ -14,7 +14,7 @@ from pkt.runtime.memory.factories import empty, signals
 
 from ..declaration import Call, Launch, making
 from ..shared import flagged
-from ..shared.grid import COPY_OPTIONS, num_programs
+from ..shared.grid import COPY_OPTIONS, num_programs, several
 from . import nodes
 from .arguments import Buffers, Few, Result, Size, Words
 from .low_latency import low_latency_kernel
@@ -23,8 +23,9 @@ from .result import chunk_of, slots_filled
 from .rules import COPIED, SENDERS, STAGES
 from .sorting import Sorting
 
-THREADS = 256
-"""Of a program in the low-latency form."""
+PER_SM, PER_SM_OPTIONS = 2, {"num_warps": 8, "maxnreg": 128}
+"""Programs an SM of the low-latency form, and how they are launched: while one waits for words, the other moves some
+(`dispatch_2.json`; with one: `dispatch_before_2.json`)."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64
@@ -206,22 +207,22 @@ def plan_low_latency(call: Call) -> Launch:
     """A grid and words of low_latency."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own, most, G = world.size, call.sizes["e"], tokens_at_most(call), scales_of(call)
-    programs = num_programs(world, world.num_sms)
+    programs, threads = several(call, PER_SM, num_programs(world, world.num_sms)), 32 * PER_SM_OPTIONS["num_warps"]
     third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
     expert_words = triton.cdiv(size * own, 3)
     counted = expert_words + triton.cdiv(size, 3)
-    block, parts = parts_of(third, T, programs, THREADS)
+    block, parts = parts_of(third, T, programs, threads)
     tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
     sized = Few(
         T, H, call["max_tokens"], call.sizes["s"], G, most, third, words_of(4 * G), parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
-            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
+            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, threads,
             G > 0,
         )),
     )  # fmt: skip
     memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third + words_of(4 * G)))))
-    start = cooperative_launch(world, low_latency_kernel, (programs,), **COPY_OPTIONS)
+    start = cooperative_launch(world, low_latency_kernel, (programs,), **PER_SM_OPTIONS)
 
     def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
         x, scales, to = bits(x, scales, (out, *others))

@@ -33,9 +33,9 @@ def num_programs(world: World, tasks: int) -> int:
     return max(1, min(world.num_sms, tasks))
 
 
-def small_programs(call: Call, sms: int) -> int:
-    """SMALL programs for each of so many SMs on GPUs, one in the simulator."""
-    return (SMALL if call.on_gpu else 1) * sms
+def several(call: Call, each: int, sms: int) -> int:
+    """`each` programs for each of so many SMs on GPUs, one in the simulator."""
+    return (each if call.on_gpu else 1) * sms
 
 
 def barrier_counters(world: World) -> SymmetricTensor:

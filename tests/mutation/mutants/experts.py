@@ -101,7 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
          "tl.where(k == i, tl.max(tl.where(k == i, rows, -1), 1)[:, None], front)"),
     ),
     *of("kernels/combine/plans.py", "tests/kernels/test_dispatch.py -k several_programs_an_sm",
-        ("SMs that collect are counted as programs", 'small_programs(call, call["num_comm_sms"])', 'call["num_comm_sms"]'),
+        ("SMs that collect are counted as programs", 'several(call, SMALL, call["num_comm_sms"])', 'call["num_comm_sms"]'),
     ),
     *of("kernels/moe.py", "tests/kernels/test_moe.py -k expect",
         ("a layer's products have tiles for all rows that there is room for", "    expected = topk_idx.numel()\n", "    expected = None\n"),

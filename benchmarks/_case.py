@@ -10,6 +10,7 @@ _check.py and times them with _timing.py; _report.py shows the rows, and _result
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         if not made:
             run()
             torch.cuda.synchronize()
+            gc.collect()  # graphs of other cases: to destroy one during a capture would end it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = run()

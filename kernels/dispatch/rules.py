@@ -1,6 +1,6 @@
 """Which form of dispatch and combine is expected to be faster, by the links' rates and what was measured on 2 H200.
 
-A low-latency form saves barriers, moves a third more bytes, and takes longer for each token. So it is for few tokens.
+A low-latency form saves barriers, moves a third more bytes, and takes longer for each byte. So it is for few tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ COPIED, STAGES = 16384, 4
 """Of push: bytes that a program copies at a time, and how many such copies are on their way at once. With 32 KiB and
 one copy, dispatch of 16,384 and 32,768 tokens takes 1 to 3 % longer on 2 and 4 H200 (`dispatch_matmul_tried.json`)."""
 BESIDE: dict[tuple[str, str], tuple[float, float]] = {
-    ("dispatch", "push"): (35e-6, 7e-9), ("dispatch", "low_latency"): (10e-6, 130e-9),
-    ("combine", "pull"): (27e-6, 4e-9), ("combine", "low_latency"): (9e-6, 33e-9),
+    ("dispatch", "push"): (34e-6, 0.72e-9), ("dispatch", "low_latency"): (13e-6, 5.4e-9),
+    ("combine", "pull"): (26e-6, 0.53e-9), ("combine", "low_latency"): (9.8e-6, 2.2e-9),
 }  # fmt: skip
-"""What a form takes beside the links' time, in seconds: at all, and for each token of a rank. Counts, waits, copies and
-sums, fitted to 2 H200 (`dispatch_2.json`)."""
+"""What a form takes beside the links' time, in seconds: at all, and for each KiB of a rank's tokens. Counts, waits,
+copies and sums, fitted to 2 H200 (`dispatch_2.json`), within a fifth of what was measured there."""
 
 
 def leaving(tokens: int, choices: int, size: int) -> float:
@@ -49,15 +49,14 @@ def predicted(operator: str, tokens: int, nbytes: int, choices: int, size: int, 
     else:
         mode, rate = "pull", link_rate("register load", collectors(choices, size, gpu.sms), IN_FLIGHT)
     few = 4 / 3 * moved / link_rate("register store", gpu.sms, peers=peers)
-    return {
-        form: _estimate(operator, form, tokens, links) for form, links in ((mode, moved / rate), ("low_latency", few))
-    }
+    links = {mode: moved / rate, "low_latency": few}
+    return {form: _estimate(operator, form, tokens * nbytes, links[form]) for form in links}
 
 
-def _estimate(operator: str, mode: str, tokens: int, links: float) -> Estimate:
-    """links: the seconds that the links take."""
+def _estimate(operator: str, mode: str, nbytes: int, links: float) -> Estimate:
+    """nbytes: of a rank's tokens; links: the seconds that the links take."""
     at_all, each = BESIDE[operator, mode]
-    return Estimate(0, 0, 0, links, sync=at_all + each * tokens)
+    return Estimate(0, 0, 0, links, sync=at_all + each * nbytes / 1024)
 
 
 def chosen(operator: str, tokens: int | None, nbytes: int, choices: int, size: int) -> str:

@@ -4,6 +4,8 @@ An operator's own gradient is that of the sum of all ranks' losses. Behind a res
 `world.size` times the gradient of one loss. The functions here differ from the operators in that: their backward pass
 moves nothing where the forward pass makes a result alike on all ranks, and the other way round (Megatron-LM's f and g,
 arXiv:1909.08053). Results that each rank holds a part of need no such function: the operators' own gradients are right.
+
+The backward pass of each function is another one of these functions: gradients of gradients are of one loss, too.
 """
 
 from __future__ import annotations
@@ -31,17 +33,18 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return reduced(grad, ctx.world), None
+        return summed(grad, ctx.world), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, world: World) -> torch.Tensor:
+        ctx.world = world
         return reduced(x, world)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+        return sum_gradient(grad, ctx.world), None
 
 
 class _Gather(torch.autograd.Function):
@@ -52,7 +55,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.chunk(ctx.world.size, ctx.dim)[ctx.world.rank], None, None
+        return parted(grad, ctx.dim, ctx.world), None, None
 
 
 class _Part(torch.autograd.Function):
@@ -63,22 +66,24 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_gather(grad.contiguous(), dim=ctx.dim, world=ctx.world), None, None
+        return gathered(grad, ctx.dim, ctx.world), None, None
 
 
 class _SumOfProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World) -> Any:
         ctx.save_for_backward(a, weight)
+        ctx.world = world
         return matmul_all_reduce(a, weight.t(), bias=bias, world=world)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         a, weight = ctx.saved_tensors
         of_a, of_weight, of_bias, _ = ctx.needs_input_grad
+        mine = sum_gradient(grad, ctx.world)
         return (
-            grad @ weight if of_a else None,
-            grad.t() @ a if of_weight else None,
+            mine @ weight if of_a else None,
+            mine.t() @ a if of_weight else None,
             grad.sum(0) if of_bias else None,
             None,
         )

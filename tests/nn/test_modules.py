@@ -107,6 +107,38 @@ def test_gathered_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.parametrize("dim", [None, 1])
+def test_gradients_of_gradients(dim: int | None) -> None:
+    """Of a penalty on the gradients of all parameters, those that every rank has and those that the ranks share."""
+
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        tokens = torch.tensor([[0, 9, 4, 5], [5, 1, 9, 2]])
+        whole = nn.Sequential(nn.Embedding(10, 8), nn.RMSNorm(8, eps=0.1), nn.Linear(8, 6), nn.Tanh(), MLP(6, 12))
+        mlp = pkt.nn.SwiGLUMLP(6, 12, bias=True, sequence_parallel=dim is not None)
+        column = pkt.nn.ColumnParallelLinear(8, 6, gather_output=True)
+        embedding = pkt.nn.VocabParallelEmbedding(10, 8, sequence_dim=dim)
+        split = nn.Sequential(embedding, copy.deepcopy(whole[1]), column, nn.Tanh(), mlp)
+        if dim is not None:
+            pkt.nn.sequence_parallel(split[1])
+            split[2] = pkt.nn.sequence_parallel(nn.Linear(8, 6))
+        split.load_state_dict(whole.state_dict())
+        found, wanted = (by_keys(one, _penalised(one, tokens)) for one in (split, whole.double()))
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            near(value, part(wanted[name], value, world), name)
+
+    on_ranks(2, run)
+
+
+def _penalised(module: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By parameter, the gradient of the sum of the squares of all parameters' gradients."""
+    leaves = dict(module.named_parameters())
+    first = torch.autograd.grad(module(tokens).sin().sum(), list(leaves.values()), create_graph=True)
+    penalty = torch.stack([grad.square().sum() for grad in first]).sum()
+    return dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values()), materialize_grads=True)))
+
+
 def test_two_dimensions_and_one_rank() -> None:
     def run(world: Any) -> None:
         torch.manual_seed(1)

@@ -67,7 +67,8 @@ class VocabParallelEmbedding(Sharded):
             raise DtypeError.argument(call, "tokens", tokens.dtype, wanted, self.world.rank)
         mine = tokens - self.world.rank * self.own
         inside = (mine >= 0) & (mine < self.own)
-        found = functional.embedding(mine.where(inside, 0), self.local("weight")) * inside.unsqueeze(-1)
+        rows_of_mine = functional.embedding(mine.where(inside, 0), self.local("weight"))
+        found = rows_of_mine.masked_fill(~inside.unsqueeze(-1), 0)  # also where row 0 is infinite or NaN
         if self.sequence_dim is None:
             return summed(found, self.world)
         dim = rows.dimension("pkt.nn.VocabParallelEmbedding", found, self.sequence_dim, self.world)

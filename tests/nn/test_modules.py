@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -167,6 +168,20 @@ def test_an_embedding() -> None:
                 torch.autograd.grad((found * mine(scale)).square().sum(), split.weight)[0],
                 part(wanted, split.weight, world),
             )
+
+    on_ranks(2, run)
+
+
+def test_an_infinite_row_of_an_embedding_is_its_tokens_own() -> None:
+    def run(world: Any) -> None:
+        whole, tokens = nn.Embedding(8, 2), torch.tensor([0, 3, 4, 7])
+        with torch.no_grad():
+            whole.weight.copy_(drawn(8, 2))
+            whole.weight[::4] = torch.tensor([math.inf, math.nan])  # the first row of each rank
+        for dim in (None, 0):
+            found = pkt.nn.VocabParallelEmbedding.of(whole, sequence_dim=dim)(tokens[:, None])
+            exact = whole(tokens[:, None]) if dim is None else whole(tokens[:, None]).chunk(world.size)[world.rank]
+            torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
 
     on_ranks(2, run)
 

@@ -155,7 +155,7 @@ def rows_of(call: Call) -> int:
     """Rows of a unit."""
     heads, kv_heads = call["h"], call["g"]
     most = min(MOST_ROWS, max(MOST_SUMS // _padded(call.shape[-1]), LEAST_SIDE))
-    return min(max(triton.next_power_of_2(call["s"] * (heads // kv_heads)), LEAST_SIDE), most)
+    return min(max(triton.next_power_of_2(call["s"] * (heads // max(kv_heads, 1))), LEAST_SIDE), most)
 
 
 def default_warps(call: Call) -> int:

@@ -175,6 +175,19 @@ def test_heads_must_be_a_multiple_of_kv_heads() -> None:
     on_ranks(1, run)
 
 
+def test_no_kv_head_is_no_key() -> None:
+    """Also with the default settings, which depend on how many heads share a KV head."""
+
+    def run(world: Any) -> None:
+        q, cache, sinks = torch.ones(2, 1, 4, 16), torch.zeros(3, 4, 0, 16), torch.arange(4.0)
+        table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32)
+        out, lse = flash_decode(q, cache, cache, table, lens, sinks)
+        assert not out.any()
+        assert torch.equal(lse, sinks.expand(2, 1, 4))
+
+    on_ranks(2, run)
+
+
 FP8 = torch.float8_e4m3fn
 
 

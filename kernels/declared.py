@@ -138,7 +138,7 @@ class Declared:
     # ------------------------------------------------------------------------------ a call against the declaration
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
-        world, first = call.world, next(iter(self.tensors))
+        world = call.world
         across = world.nodes > 1
         if across and not self.across:
             found = f"found a world of {world.nodes} nodes, and {self.name} works within one"
@@ -157,10 +157,8 @@ class Declared:
                 continue
             checks.check_dense(call.name, name, tensor, world)
             stored = checks.stored(tensor)[0] if operand.transposed else tensor
-            alike = self.dtype(call) if operand.as_result else call.tensors[first].dtype
-            given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": alike}
             contiguous = self.tuning is not None and not operand.turned
-            checks.check_tensor(call.name, name, stored, world, contiguous=contiguous, **given)
+            checks.check_tensor(call.name, name, stored, world, contiguous=contiguous, **self._dtypes(call, operand))
             if operand.turned:
                 checks.check_turned(call.name, name, tensor, world)
         self._check_keywords(call)
@@ -178,6 +176,12 @@ class Declared:
                 contiguous=self.tuning is not None,
             )  # fmt: skip
 
+    def _dtypes(self, call: Call, operand: Operand) -> dict[str, Any]:
+        """What `checks.check_dtype` takes: the dtypes that an operand may have."""
+        if operand.dtypes:
+            return {"dtypes": operand.dtypes}
+        return {"dtype": self.dtype(call) if operand.as_result else call.tensors[next(iter(self.tensors))].dtype}
+
     def _check_keywords(self, call: Call) -> None:
         """Arguments and settings. None stands for a default: an argument may be None only where that is its default."""
         for name, value in call.arguments.items():
@@ -191,6 +195,9 @@ class Declared:
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, operands, arguments, given, keywords["mode"])
+        for name, operand in self.tensors.items():
+            if operands[name] is not None:
+                checks.check_dtype(call.name, name, operands[name], world, **self._dtypes(call, operand))
         self._check_keywords(call)
         for name, operand in self.tensors.items():
             if operands[name] is not None:

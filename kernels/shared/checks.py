@@ -37,10 +37,7 @@ def check_tensor(
     check_dense(call, name, tensor, world)
     if peers:
         symmetric(tensor, name, world, call=call)
-    if dtype is not None and tensor.dtype != dtype:
-        raise DtypeError.argument(call, name, tensor.dtype, _name(dtype), world.rank)
-    if dtypes is not None and tensor.dtype not in dtypes:
-        raise DtypeError.argument(call, name, tensor.dtype, " or ".join(map(_name, dtypes)), world.rank)
+    check_dtype(call, name, tensor, world, dtype, dtypes)
     found = tuple(tensor.shape)
     if shape is not None and found != tuple(shape):
         raise ShapeError.argument(call, name, found, str(tuple(shape)), world.rank)
@@ -56,6 +53,17 @@ def check_tensor(
         raise DtypeError.argument(
             call, name, f"a tensor on {tensor.device}", f"one on {world.torch_device.type}", world.rank
         )
+
+
+def check_dtype(
+    call: str, name: str, tensor: torch.Tensor, world: World, dtype: torch.dtype | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:  # fmt: skip
+    """Raise DtypeError unless `tensor` is of `dtype`, or of one of `dtypes`, where they are given."""
+    if dtype is not None and tensor.dtype != dtype:
+        raise DtypeError.argument(call, name, tensor.dtype, _name(dtype), world.rank)
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise DtypeError.argument(call, name, tensor.dtype, " or ".join(map(_name, dtypes)), world.rank)
 
 
 def check_turned(call: str, name: str, tensor: torch.Tensor, world: World) -> None:

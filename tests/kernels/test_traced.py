@@ -287,6 +287,9 @@ def test_fake_tensors_have_the_shapes_of_results() -> None:
             assert q.shape == k.shape == (8, 6)
             with pytest.raises(pkt.ShapeError, match=r"b: found \(7, 6\), wanted \(8, 6\)"):
                 pkt.all_gather_matmul(x, torch.empty(7, 6))
+            for other in (x.bfloat16(), x.double()):
+                with pytest.raises(pkt.DtypeError, match=r"all_gather_matmul: (a: found fp64|b: found fp32), wanted"):
+                    pkt.all_gather_matmul(other, w)
 
     on_ranks(2, run)
 

@@ -10,11 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime.world import World
 
 from . import rows
-from .exchange import autocast, sum_gradient, sum_of_products
+from .exchange import autocast, sum_gradient
 from .linear import Keep, RowParallelLinear, check_features
 from .sharded import Part, Sharded
 
@@ -65,13 +64,10 @@ class SwiGLUMLP(Sharded):
         down: Any = self._modules[self.down_name]
         world = self.world
         mine, weight, bias = autocast(rows.rows(x), self.local("gate_up_weight"), self.local("gate_up_bias"))
-        last_weight, last_bias = autocast(down.local("weight"), down.local("bias"))
-        if self.sequence_parallel:  # rows stay in the order of the ranks from one product to the other
+        if self.sequence_parallel:
             hidden = all_gather_matmul(mine, weight.t(), bias=bias, epilogue="swiglu", keep=self.keep, world=world)
-            last_bias = None if last_bias is None else sum_gradient(last_bias, world)
-            y = matmul_reduce_scatter(hidden, last_weight.t(), bias=last_bias, world=world)
         else:
             both = functional.linear(sum_gradient(mine, world), weight, bias)
             hidden = functional.silu(both[:, ::2]) * both[:, 1::2]
-            y = sum_of_products(hidden, last_weight, last_bias, world)
-        return y.view(x.shape)
+        down.sequence_dim = 0 if self.sequence_parallel else None  # rows stay in the order of the ranks
+        return down(hidden).view(x.shape)

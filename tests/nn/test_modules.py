@@ -186,6 +186,20 @@ def test_an_infinite_row_of_an_embedding_is_its_tokens_own() -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_hooks_of_inner_linears_run(sequence_parallel: bool) -> None:
+    def run(world: Any) -> None:
+        block, seen = split_block(world, sequence_parallel), []
+        for inner in (block.attention.o_proj, block.mlp.down_proj):
+            inner.register_forward_hook(lambda module, inputs, y: seen.append((module, y)))
+        block(drawn(2, 4, 16))
+        assert [module for module, _ in seen] == [block.attention.o_proj, block.mlp.down_proj]
+        block.mlp.down_proj.register_forward_hook(lambda module, inputs, y: 0 * y)
+        assert not block.mlp(drawn(2, 4, 16)).any()
+
+    on_ranks(2, run)
+
+
 def test_rotation_and_a_cache_are_the_callers() -> None:
     def run(world: Any) -> None:
         attention = pkt.nn.Attention(16, 4, 2)

@@ -63,6 +63,8 @@ def parallelize(
     from . import styles  # here, because it loads torch's DTensor
 
     world, mesh = _world(mesh)
+    if not isinstance(module, nn.Module):
+        raise DtypeError.argument(CALL, "module", type(module).__name__, "a torch.nn.Module", world.rank)
     if keep not in ("shard", "whole"):
         raise Unsupported.here(f"rank {world.rank}: {CALL}", f"found keep={keep!r}", 'use "shard" or "whole"')
     if src_data_rank is not None:

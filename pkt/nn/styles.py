@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import experts_style
 from .embedding import VocabParallelEmbedding
@@ -154,6 +155,8 @@ def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Modul
         return lambda: prepared.apply(module)
     if isinstance(style, ExpertParallel):
         return experts_style.change(style, module, place)
+    if isinstance(style, type):
+        raise place.refused(f"the class {style.__name__} as a style", f"make one: {style.__name__}()")
     names = "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput or pkt.nn.ExpertParallel"
     raise place.refused(f"style {type(style).__name__}", f"use {names}")
 
@@ -175,6 +178,11 @@ def _check_plain(module: nn.Module, kind: type[nn.Module], place: Place) -> None
         raise place.refused(found, "plan Linears and Embeddings of torch.nn; for others use torch's parallelize_module")
     if any(getattr(module, hooks) for hooks in HOOKS):
         raise place.refused("a module with hooks", "add hooks after pkt.parallelize, to the module that it makes")
+    if is_parametrized(module):
+        found = f"{kind.__name__} with a parametrization, as weight_norm makes"
+        raise place.refused(
+            found, "use torch.nn.utils.parametrize.remove_parametrizations first, or leave it out of the plan"
+        )
 
 
 def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:

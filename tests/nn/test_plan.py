@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 import pkt
 from pkt.nn import linear, siblings
@@ -248,14 +249,19 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         refused("SequenceParallel on MLP, inside which modules have.*: plan the norms", "mlp", SequenceParallel())
         hooked = lambda m: m.mlp.up.register_forward_hook(print)  # noqa: E731
         refused("a module with hooks: add hooks after", "mlp.up", ColwiseParallel(), hooked)
+        normed = lambda m: parametrizations.weight_norm(m.mlp.up)  # noqa: E731
+        refused("Linear with a parametrization, as weight_norm makes: use", "mlp.up", ColwiseParallel(), normed)
+        refused(r"the class ColwiseParallel as a style: make one: ColwiseParallel\(\)", "mlp.up", ColwiseParallel)
         twice = lambda m: pkt.parallelize(m, world, {"mlp.up": ColwiseParallel()})  # noqa: E731
         with pytest.raises(pkt.Unsupported, match="module 'mlp.up': found PlannedColumn, which is parallel already"):
             twice(twice(model()))
-        normed = {"norm": SequenceParallel(), "mlp.up": ColwiseParallel()}
+        split = {"norm": SequenceParallel(), "mlp.up": ColwiseParallel()}
         with pytest.raises(pkt.Unsupported, match="module 'norm': found SequenceParallelLayerNorm, which is parallel"):
-            pkt.parallelize(pkt.parallelize(model(), world, normed), world, {"norm": SequenceParallel()})
+            pkt.parallelize(pkt.parallelize(model(), world, split), world, {"norm": SequenceParallel()})
         with pytest.raises(pkt.DtypeError, match="pkt.parallelize: mesh: found str, wanted a DeviceMesh"):
             pkt.parallelize(model(), "tp", plan())
+        with pytest.raises(pkt.DtypeError, match="pkt.parallelize: module: found World, wanted a torch.nn.Module"):
+            pkt.parallelize(world, world, plan())
         with pytest.raises(pkt.DtypeError, match="module 'norm': weight: found fp64, wanted bfloat16"):
             pkt.parallelize(model().double(), world, plan())
 

@@ -50,13 +50,15 @@ class Attention(Sharded):
         of q, k, v and o in state dicts. world: the current one where None. The weights are parts of what torch's
         Linears draw, in the order q, k, v, o; ranks need one seed."""
         super().__init__(world)
-        kv_heads, self.head = heads if kv_heads is None else kv_heads, features // heads if head is None else head
-        if kv_heads < 1 or heads % kv_heads:
-            found, wanted = f"{heads} and {kv_heads}", "a multiple of kv_heads"
+        self.named("q, k, v and o", names, 4)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads < 1 or heads % kv_heads:
+            found, wanted = f"{heads} and {kv_heads}", "a multiple of kv_heads, and both at least 1"
             raise ShapeError.argument("pkt.nn.Attention", "heads and kv_heads", found, wanted, self.world.rank)
         if head is None and features % heads:
             found, wanted = f"{features} for {heads} heads", "a multiple of heads, or head="
             raise ShapeError.argument("pkt.nn.Attention", "features", found, wanted, self.world.rank)
+        self.head = features // heads if head is None else head
         self.features, self.sequence_parallel, self.keep = features, sequence_parallel, keep
         self.heads, self.kv_heads = self.divided("heads", heads), self.divided("kv_heads", kv_heads)
         *names, self.o_name = names

@@ -62,9 +62,9 @@ class VocabParallelEmbedding(Sharded):
         return f"{self.num_embeddings}, {self.embedding_dim}, {split}"
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if tokens.is_floating_point():
-            call, wanted = "pkt.nn.VocabParallelEmbedding", "integers"
-            raise DtypeError.argument(call, "tokens", tokens.dtype, wanted, self.world.rank)
+        if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            call, found = "pkt.nn.VocabParallelEmbedding", getattr(tokens, "dtype", type(tokens).__name__)
+            raise DtypeError.argument(call, "tokens", found, "integers of 32 or 64 bits", self.world.rank)
         mine = tokens - self.world.rank * self.own
         inside = (mine >= 0) & (mine < self.own)
         rows_of_mine = functional.embedding(mine.where(inside, 0), self.local("weight"))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pkt.errors import ShapeError
+from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime.world import World
@@ -60,7 +60,12 @@ class ParallelLinear(Sharded):
 
 
 def check_features(call: str, x: torch.Tensor, features: int, world: World) -> None:
-    """Raise ShapeError unless x is (..., features), of 2 dimensions or more."""
+    """Raise DtypeError unless x is a tensor with memory, and ShapeError unless it is (..., features), of 2 dimensions
+    or more."""
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError.argument(call, "x", type(x).__name__, "a tensor", world.rank)
+    if x.is_meta:
+        raise DtypeError.argument(call, "x", "a tensor on meta", f"one on {world.torch_device.type}", world.rank)
     if x.ndim < 2 or x.shape[-1] != features:
         wanted = f"(..., {features}), 2 dimensions or more"
         raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)

@@ -39,6 +39,7 @@ class SwiGLUMLP(Sharded):
         """names: of gate, up and down in state dicts. world: the current one where None. The weights are parts of what
         torch's Linears draw, in the order gate, up, down; ranks need one seed."""
         super().__init__(world)
+        self.named("gate, up and down", names, 3)
         self.features, self.hidden, self.sequence_parallel, self.keep = features, hidden, sequence_parallel, keep
         self.divided("hidden", hidden)
         gate, up, self.down_name = names

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from pkt.errors import ShapeError
-from pkt.runtime.world import World, current_world
+from pkt.kernels.agreement import world_of
+from pkt.runtime.world import World
 
 from .exchange import sum_gradient
 from .experts import QWEN, Experts
@@ -49,7 +50,7 @@ class MoE(nn.Module):
         (tokens, K) in the place of softmax and top k. max_tokens, tokens_per_rank: as for `pkt.moe`. world: the current
         one where None. The weights are parts of what torch's Linears draw: gate, experts, shared; ranks need one
         seed."""
-        world = current_world("pkt.nn.MoE") if world is None else world
+        world = world_of("pkt.nn.MoE", world)
         given: Any = {"sequence_parallel": sequence_parallel, "world": world, "device": device, "dtype": dtype}
         gate = nn.Linear(features, experts, False, device, dtype)
         room: Any = {"max_tokens": max_tokens, "tokens_per_rank": tokens_per_rank}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from pkt.errors import Unsupported
-from pkt.runtime.world import World, current_world
+from pkt.kernels.agreement import world_of
+from pkt.runtime.world import World
 
 from .exchange import sum_gradient
 from .sharded import local
@@ -42,7 +43,7 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
     inside this one have parameters.
     """
     call = "pkt.nn.sequence_parallel"
-    world = current_world(call) if world is None else world
+    world = world_of(call, world)
     if has_inner_parameters(module):
         found = f"found {type(module).__name__}, inside which modules have parameters of their own"
         raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it for the norms inside")

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pkt.errors import ShapeError
+from pkt.errors import ShapeError, Unsupported
+from pkt.kernels.agreement import world_of
 from pkt.kernels.all_gather import all_gather
-from pkt.runtime.world import World, current_world
+from pkt.runtime.world import World
 
 PIECE = 1 << 22
 """Elements of a weight that full_state_dict gathers at a time: it needs a few times as much symmetric memory."""
@@ -39,7 +40,7 @@ class Sharded(nn.Module):
 
     def __init__(self, world: World | None) -> None:
         super().__init__()
-        self.world = current_world(f"pkt.nn.{type(self).__name__}") if world is None else world
+        self.world = world_of(f"pkt.nn.{type(self).__name__}", world)
         self.parts = {}
 
     def divided(self, name: str, size: int) -> int:
@@ -48,6 +49,12 @@ class Sharded(nn.Module):
             wanted = f"a multiple of {self.world.size}, the number of ranks"
             raise ShapeError.argument(f"pkt.nn.{type(self).__name__}", name, size, wanted, self.world.rank)
         return size // self.world.size
+
+    def named(self, of: str, names: Sequence[str], count: int) -> None:
+        """Raise Unsupported unless `names` are `count`, those of `of`."""
+        if isinstance(names, str) or len(names) != count:
+            where, found = f"rank {self.world.rank}: pkt.nn.{type(self).__name__}", f"found names={names!r:.80}"
+            raise Unsupported.here(where, found, f"give {count} names, those of {of}")
 
     def hold(self, name: str, tensors: Sequence[torch.Tensor], parts: Sequence[Part], trained: bool = True) -> None:
         """Make the parameter `name` of this rank's parts of whole tensors. trained: it requires grad."""

@@ -368,8 +368,44 @@ def test_wrong_arguments() -> None:
             pkt.Unsupported, match="pkt.nn.sequence_parallel: found Block, inside which.*the norms inside"
         ):
             nn_.sequence_parallel(whole_block())
-        with pytest.raises(pkt.DtypeError, match="pkt.nn.VocabParallelEmbedding: tokens: found fp32, wanted integers"):
-            nn_.VocabParallelEmbedding(4, 8)(drawn(4))
+        refused("pkt.nn.Attention: heads and kv_heads: found 0 and 0, wanted.* at least 1", lambda: nn_.Attention(8, 0))
+        refused("pkt.nn.Attention: heads and kv_heads: found -4 and 2", lambda: nn_.Attention(8, -4, 2))
+
+    on_ranks(2, run)
+
+
+def test_wrong_types() -> None:
+    def run(world: Any) -> None:
+        def refused(match: str, call: Any, error: Any = pkt.DtypeError) -> None:
+            with pytest.raises(error, match=rf"rank {world.rank}: pkt.nn.{match}"):
+                call()
+
+        nn_, given = pkt.nn, {"world": 3}
+        for tokens, found in ((drawn(4), "fp32"), (drawn(4).to(torch.uint8), "uint8"), ([1], "list")):
+            wanted = f"VocabParallelEmbedding: tokens: found {found}, wanted integers of 32 or 64 bits"
+            refused(wanted, lambda tokens=tokens: nn_.VocabParallelEmbedding(4, 8)(tokens))
+        for make in (nn_.ColumnParallelLinear, nn_.RowParallelLinear, nn_.SwiGLUMLP, nn_.Attention):
+            refused(f"{make.__name__}: world: found int, wanted a pkt.World", lambda make=make: make(8, 8, **given))
+        refused("MoE: world: found int", lambda: nn_.MoE(8, 8, 4, 1, **given))
+        refused("sequence_parallel: world: found int", lambda: nn_.sequence_parallel(nn.RMSNorm(8), **given))
+        column: Any = nn_.ColumnParallelLinear(8, 6, sequence_dim=0)
+        refused("ColumnParallelLinear: x: found NoneType, wanted a tensor", lambda: column(None))
+        refused(
+            "ColumnParallelLinear: x: found a tensor on meta, wanted one on cpu", lambda: column(drawn(2, 8).to("meta"))
+        )
+        column.sequence_dim = "0"
+        refused("ColumnParallelLinear: sequence_dim: found str '0', wanted an integer", lambda: column(drawn(2, 8)))
+        for names in (("w1", "w2"), "gud"):
+            refused(
+                "SwiGLUMLP: found names=.*: give 3 names",
+                lambda names=names: nn_.SwiGLUMLP(8, 4, names=names),
+                pkt.Unsupported,
+            )
+            refused(
+                "Attention: found names=.*: give 4 names",
+                lambda names=names: nn_.Attention(8, 4, names=names),
+                pkt.Unsupported,
+            )
 
     on_ranks(2, run)
 

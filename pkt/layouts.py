@@ -62,6 +62,9 @@ def join_heads(*weights: torch.Tensor, ranks: int) -> torch.Tensor:
     call, first = "pkt.join_heads", weights[0] if weights else None
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ShapeError.argument(call, "ranks", ranks, "an integer, at least 1")
+    for at, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            raise DtypeError.argument(call, f"weights[{at}]", type(weight).__name__, "a tensor")
     if first is None or first.ndim not in (2, 3):
         found = "none" if first is None else tuple(first.shape)
         raise ShapeError.argument(call, "weights", found, "tensors (K, H, D), or (H, D)")

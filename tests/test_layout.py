@@ -80,3 +80,5 @@ def test_join_heads() -> None:
         pkt.join_heads(q, ranks=0)
     with pytest.raises(pkt.DtypeError, match=r"weights\[1\]"):
         pkt.join_heads(q, k.double(), ranks=4)
+    with pytest.raises(pkt.DtypeError, match=r"weights\[0\]: found list, wanted a tensor"):
+        pkt.join_heads([q, k], ranks=4)  # type: ignore[arg-type]

@@ -11,13 +11,16 @@ A query at position p attends to the keys of one interval, [p - left, p + right]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pkt.errors import ShapeError, Unsupported
-from pkt.runtime.world import World, current_world
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.runtime.world import World
+
+from ..agreement import world_of
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
@@ -86,23 +89,36 @@ def spans(cu_seqlens: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tenso
 
 # ---------------------------------------------------------------------------------------------------- for users
 def _checked(call: str, layout: str, dim: int, x: torch.Tensor, world: World | None) -> tuple[World, int]:
-    world = current_world(call) if world is None else world
+    world = world_of(call, world)
     if layout not in LAYOUTS:
         raise Unsupported.here(f"rank {world.rank}: {call}", f"found layout {layout!r}", f"wanted one of {LAYOUTS}")
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError.argument(call, "x", type(x).__name__, "a tensor", world.rank)
+    dim = _integer(call, "dim", dim, world)
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError.argument(call, "dim", dim, f"a dimension of {tuple(x.shape)}", world.rank)
     return world, dim % x.ndim
+
+
+def _integer(call: str, name: str, value: Any, world: World) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        found = f"{type(value).__name__} {value!r:.40}"
+        raise DtypeError.argument(call, name, found, "an integer", world.rank) from None
 
 
 def sequence_positions(length: int, *, layout: Layout = "contiguous", world: World | None = None) -> torch.Tensor:
     """The positions of this rank's rows of a sequence, int64 (ceil(length / size),), on the world's device: what RoPE
     needs, and positional embeddings. Those from `length` on are padding.
 
-    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Raises Unsupported.
+    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Raises DtypeError, ShapeError, Unsupported.
     """
-    x = torch.empty(max(length, 0), device="meta")
-    world, _ = _checked("pkt.sequence_positions", layout, 0, x, world)
-    return positions(-(-len(x) // world.size), layout, world.rank, world.size).to(world.torch_device)
+    call = "pkt.sequence_positions"
+    world, _ = _checked(call, layout, 0, torch.empty(0, device="meta"), world)
+    if (length := _integer(call, "length", length, world)) < 0:
+        raise ShapeError.argument(call, "length", length, "at least 0", world.rank)
+    return positions(-(-length // world.size), layout, world.rank, world.size).to(world.torch_device)
 
 
 def shard_sequence(
@@ -111,13 +127,15 @@ def shard_sequence(
     """This rank's rows of `x`, along dimension `dim`: ceil(n / size) of n, zeros where they lie behind the end. A new
     tensor.
 
-    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Not collective. Raises ShapeError, Unsupported.
+    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Not collective. Raises DtypeError, ShapeError,
+    Unsupported.
     """
     world, dim = _checked("pkt.shard_sequence", layout, dim, x, world)
     length = x.shape[dim]
     at = positions(-(-length // world.size), layout, world.rank, world.size).to(x.device)
     found = x.index_select(dim, at.clamp(max=max(length - 1, 0)))
-    return found.index_fill_(dim, torch.nonzero(at >= length).flatten(), 0)
+    behind = (at >= length).view([-1 if d == dim else 1 for d in range(x.ndim)])
+    return found.masked_fill_(behind, 0)  # nonzero() would make the host wait for a GPU
 
 
 def unshard_sequence(
@@ -127,14 +145,17 @@ def unshard_sequence(
     """The sequence in the order of its positions, of the ranks' rows one rank after the other along dimension `dim`, as
     `pkt.all_gather` returns them. A new tensor of `length` rows, of all where None.
 
-    layout: that of the rows. Not collective. Raises ShapeError, Unsupported.
+    layout: that of the rows. Not collective. Raises DtypeError, ShapeError, Unsupported.
     """
-    world, dim = _checked("pkt.unshard_sequence", layout, dim, x, world)
-    size = world.size
-    if x.shape[dim] % size:
+    call = "pkt.unshard_sequence"
+    world, dim = _checked(call, layout, dim, x, world)
+    size, rows = world.size, x.shape[dim]
+    if rows % size:
         wanted = f"dimension {dim} divisible by {size} ranks"
-        raise ShapeError.argument("pkt.unshard_sequence", "x", tuple(x.shape), wanted, world.rank)
-    whole = gathered_order(x.shape[dim] // size, layout, size).to(x.device)
+        raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
+    if length is not None and not 0 <= _integer(call, "length", length, world) <= rows:
+        raise ShapeError.argument(call, "length", length, f"from 0 to {rows}, the rows of x", world.rank)
+    whole = gathered_order(rows // size, layout, size).to(x.device)
     return x.index_select(dim, whole[:length])
 
 

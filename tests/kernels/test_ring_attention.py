@@ -80,6 +80,38 @@ def test_a_sequence_goes_to_the_ranks_and_back(layout: Any, rows: int, size: int
     on_ranks(size, run)
 
 
+def test_wrong_arguments_of_layouts() -> None:
+    def run(world: Any) -> None:
+        def refused(found: str, call: Any, error: Any = pkt.DtypeError) -> None:
+            with pytest.raises(error, match=rf"^rank {world.rank}: pkt\.{found}"):
+                call()
+
+        x: Any = torch.ones(1, 6, 2)
+        for name in ("shard_sequence", "unshard_sequence"):
+            function: Any = getattr(pkt, name)
+            refused(f"{name}: x: found list, wanted a tensor", lambda function=function: function([1.0]))
+            refused(f"{name}: dim: found str '1', wanted an integer", lambda function=function: function(x, "1"))
+            refused(f"{name}: world: found int", lambda function=function: function(x, world=3))
+        positions, whole = pkt.sequence_positions, pkt.unshard_sequence
+        refused("sequence_positions: length: found float 3.0", lambda: positions(3.0))  # type: ignore[arg-type]
+        refused("sequence_positions: length: found -1, wanted at least 0", lambda: positions(-1), pkt.ShapeError)
+        refused("unshard_sequence: length: found float 3.0", lambda: whole(x, length=3.0))  # type: ignore[arg-type]
+        for length in (-1, 7):
+            found = f"unshard_sequence: length: found {length}, wanted from 0 to 6"
+            refused(found, lambda length=length: whole(x, length=length), pkt.ShapeError)
+
+    on_ranks(2, run)
+
+
+def test_a_sequence_is_sharded_without_memory() -> None:
+    """The host does not wait for a device to know which rows are padding."""
+
+    def run(world: Any) -> None:
+        assert pkt.shard_sequence(torch.ones(1, 5, 2, device="meta"), layout="zigzag").shape == (1, 3, 2)
+
+    on_ranks(2, run)
+
+
 def test_zigzag_gives_a_rank_two_chunks() -> None:
     assert [sequence.positions(4, "zigzag", rank, 2).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 

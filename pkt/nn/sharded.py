@@ -65,8 +65,16 @@ class Sharded(nn.Module):
 
     def local(self, name: str) -> Any:
         """This rank's part of a parameter, as a plain tensor; None where there is none."""
-        found = self._parameters[name]
+        found = self.held(name)
         return None if found is None else local(found)
+
+    def held(self, name: str) -> Any:
+        """The parameter itself. Raises Unsupported where a parametrization or pruning has taken its place."""
+        if name not in self._parameters:
+            where = f"rank {self.world.rank}: pkt.nn: {type(self).__name__}"
+            found = f"found no parameter {name!r}: a parametrization or pruning took its place"
+            raise Unsupported.here(where, found, "remove that, or prune before the weight is split")
+        return self._parameters[name]
 
     def joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter that parts make; several lie below each other."""

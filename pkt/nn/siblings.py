@@ -206,7 +206,7 @@ def group(linears: Iterable[Any]) -> None:
 
 def _memory(linear: Any) -> torch.Tensor:
     """The tensor that has the elements of this rank's part of the weight."""
-    weight = linear._parameters["weight"]
+    weight = linear.held("weight")
     return weight._local_tensor if is_dtensor(weight) else weight
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.nn.utils import parametrizations
 
 import pkt
 from pkt.kernels.all_gather_matmul import host
@@ -331,6 +332,17 @@ def test_a_world_is_not_copied_and_not_pickled() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
+def test_weights_that_are_computed_are_refused() -> None:
+    def run(world: Any) -> None:
+        planned = pkt.parallelize(nn.Sequential(nn.Linear(8, 6)), world, {"0": ColwiseParallel()})
+        for linear in (pkt.nn.RowParallelLinear(16, 6), planned[0]):  # type: ignore[index]
+            parametrizations.weight_norm(linear)
+            with pytest.raises(pkt.Unsupported, match="found no parameter 'weight': a parametrization or pruning"):
+                linear(drawn(2, 8))
+
+    on_ranks(2, run)
+
+
 def test_wrong_arguments() -> None:
     def run(world: Any) -> None:
         def refused(match: str, call: Any) -> None:

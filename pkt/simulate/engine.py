@@ -11,6 +11,7 @@ On GPUs torch's own work is ordered after a launch by the stream. Here it is don
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
 import threading
@@ -43,7 +44,9 @@ class Aside:
         """What `code()` returns or raises in these modes. Called in the rank's greenlet, which goes on when the thread
         has ended."""
         _hold_guard()
-        thread = threading.Thread(target=self._body, args=(code, wanted), daemon=True)
+        # With the caller's context variables: among them are numpy's, by which kernels do not warn of an overflow.
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(self._body, code, wanted), daemon=True)
         thread.start()
         while True:
             self._asked.acquire()

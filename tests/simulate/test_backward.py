@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +114,38 @@ def test_a_deadlock_in_a_backward_pass_names_the_line() -> None:
 
     with pytest.raises(pkt.PktError, match=r"test_backward\.py:\d+"):
         pkt.launch(main, 2, device="cpu")
+
+
+@triton.jit
+def exp2_kernel(x_ptr, out_ptr):
+    tl.store(out_ptr, tl.exp2(tl.load(x_ptr)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_kernel_in_a_backward_pass_does_not_warn_of_an_overflow() -> None:
+    """As none does in a forward pass: the thread has the caller's context variables."""
+    who = contextvars.ContextVar("who", default=-1)
+
+    class Exp2(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, out: Any) -> torch.Tensor:
+            ctx.out = out
+            exp2_kernel[(1,)](x, out)
+            return out.plain().clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            exp2_kernel[(1,)](grad, ctx.out)
+            return ctx.out.plain() * (who.get() + 1), None
+
+    def main(world: Any) -> list[float]:
+        who.set(world.rank)
+        x = torch.full((1,), 300.0, requires_grad=True)
+        y = Exp2.apply(x, pkt.empty(1))
+        y.backward(torch.full((1,), 300.0))
+        return [y.item(), x.grad.item()]  # type: ignore[union-attr]
+
+    assert pkt.launch(main, 2, device="cpu") == [[math.inf, math.inf]] * 2
 
 
 def test_the_engine_is_given_back() -> None:

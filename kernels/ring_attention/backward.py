@@ -147,6 +147,8 @@ def _of_queries(
             weights = tl.where(seen, weights, 0.0)
         v = _tile(v_ptr + base, rows - row, p, p.BLOCK_N, ld, MASKED)
         slopes = weights * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        if MASKED:  # padding may be NaN
+            slopes = tl.where(seen, slopes, 0.0)
         dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -180,6 +182,8 @@ def _of_keys(
         dout = _tile(dout_ptr + base, rows - row, p, p.BLOCK_M, ld, MASKED)
         dv = tl.dot(tl.trans(weights.to(dout.dtype)), dout, dv, input_precision="ieee")
         slopes = weights * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        if MASKED:  # padding may be NaN
+            slopes = tl.where(seen, slopes, 0.0)
         dk = tl.dot(tl.trans(slopes.to(q.dtype)), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -212,11 +216,11 @@ def _queries(task, p, world, epoch):
             place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
             k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
             dq = _of_queries(
-                dq, q, dout, lse, delta, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, count, start, low,
+                dq, q, dout, lse, delta, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, end, start, low,
                 high, p, False,
             )  # fmt: skip
             dq = _of_queries(
-                dq, q, dout, lse, delta, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, count, start, low,
+                dq, q, dout, lse, delta, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, end, start, low,
                 high, p, True,
             )  # fmt: skip
     offs = m[:, None] * (p.H * p.D) + d[None, :]
@@ -280,11 +284,11 @@ def keys_kernel(p, world):
                 lse_ptr = p.rows_ptr + (b * p.H + h) * p.S + first
                 delta_ptr = lse_ptr + tl.cast(p.B * p.H, tl.int64) * p.S
                 dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin + full * p.BLOCK_M, unmasked, 0, 0, count,
+                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin + full * p.BLOCK_M, unmasked, 0, 0, end,
                     start, position, p, world, False,
                 )  # fmt: skip
                 dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, masked, full, unmasked * p.BLOCK_M, count,
+                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, masked, full, unmasked * p.BLOCK_M, end,
                     start, position, p, world, True,
                 )  # fmt: skip
         dk *= p.scale * LN2

@@ -146,7 +146,7 @@ def _compute(task, p, world, epoch):
             else:
                 k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
             top, total, acc = tile_attention.attend(
-                top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, count, start, low, high, p
+                top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, end, start, low, high, p
             )
     out, lse = tile_attention.finished(top, total, acc)
     tl.store(p.out_ptr + base + places, out.to(p.out_ptr.dtype.element_ty), mask=inside)

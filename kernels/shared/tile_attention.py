@@ -76,7 +76,7 @@ def _steps(
     """The softmax so far, and that of `steps` blocks of keys from row `begin` on; `skipped` rows are left out behind
     the first `before` blocks. No wait is in here, so the loop is pipelined.
 
-    rows, position: of the part at k_ptr.
+    rows: those of the part at k_ptr up to the last that a query sees; position: of the first.
     """
     d = tl.arange(0, p.BLOCK_D)
     n = tl.arange(0, p.BLOCK_N)
@@ -120,8 +120,8 @@ def _steps(
 def attend(
     top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, rows, position, low, high, p
 ):  # fmt: skip
-    """The softmax so far, and that of the keys of a part with `rows` rows, the first one at `position`, in the blocks
-    from row `begin` on that `blocks` has found. low, high: as of `sight`."""
+    """The softmax so far, and that of the keys of a part, the first one at `position`, in the blocks that `blocks` has
+    found from row `begin` on. rows: where `blocks` ends: behind it padding may be NaN. low, high: as of `sight`."""
     top, total, acc = _steps(
         top, total, acc, q, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, rows, position, low, high, p, False
     )

@@ -137,10 +137,10 @@ def _compute(task, p, world, epoch):
     home += (b * p.R * heads + rank * p.HEADS + head) * p.D
     home = pl.peer(home, owner, world)
     top, total, acc = tile_attention.nothing(p)
-    begin, _end, full, unmasked, masked = tile_attention.blocks(0, p.S, least, most, all_from, all_to, p.BLOCK_N)
+    begin, end, full, unmasked, masked = tile_attention.blocks(0, p.S, least, most, all_from, all_to, p.BLOCK_N)
     keys = (b * p.COPIES + head // (p.HEADS // p.COPIES)) * p.S * p.D
     top, total, acc = tile_attention.attend(
-        top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, full, unmasked, masked, p.S, 0, low,
+        top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, full, unmasked, masked, end, 0, low,
         high, p,
     )  # fmt: skip
     out, _ = tile_attention.finished(top, total, acc)

@@ -164,6 +164,30 @@ def test_several_chunks_and_tiles(mode: str, keywords: dict[str, Any]) -> None:
     check(operands(1, batch=1), mode=mode, **(SMALL if mode == "unfused" else settings), **keywords)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["fused", "unfused"])
+@pytest.mark.parametrize("ends", [{"length": 17}, {"cu_seqlens": torch.tensor([0, 5, 17], dtype=torch.int32)}])
+def test_padding_may_be_nan(ends: dict[str, Any], mode: str, layout: Any) -> None:
+    """As memory that nobody has written may be: results and gradients are those beside padding of zeros."""
+
+    def run(world: Any) -> None:
+        at = pkt.sequence_positions(21, layout=layout)
+        drawn = torch.Generator().manual_seed(0)
+        whole = torch.randn(3, 21, 2, 8, generator=drawn)
+        found = []
+        for padding in (0.0, math.nan):
+            whole[:, 17:] = padding
+            q, k, v = (x[at.clamp(max=20)].requires_grad_() for x in whole.unbind())
+            batch = [x if "cu_seqlens" in ends else x[None] for x in (q, k, v)]
+            out = pkt.ring_attention(*batch, causal=True, layout=layout, mode=mode, tiles=(16, 16), **ends)
+            upstream = (at < 17)[:, None, None].expand(out.shape).float()
+            found.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+        for zeros, nans in zip(*found):
+            assert torch.equal(zeros, nans)
+
+    on_ranks(3, run, sms=2)
+
+
 @pytest.mark.parametrize(("rows", "size"), [(5, 1), (1, 2), (7, 3), (37, 4)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_torch_attends_to_one_rank_after_the_other(layout: Any, rows: int, size: int) -> None:

@@ -159,6 +159,22 @@ def test_inputs_that_break_a_careless_softmax(dtype: torch.dtype) -> None:
         check([[x.to(dtype) for x in xs] for xs in (*hard, v)], causal=True, **SMALL)
 
 
+def test_padding_may_be_nan_in_a_push() -> None:
+    """As memory that nobody has written may be: the result is the one beside padding of zeros."""
+    ends = torch.tensor([0, 5, 13], dtype=torch.int32)
+
+    def run(world: Any) -> None:
+        drawn = torch.Generator().manual_seed(world.rank)
+        parts = torch.randn(3, 8, 4, 8, generator=drawn)
+        found = []
+        for padding in (0.0, float("nan")):
+            parts[:, max(13 - 8 * world.rank, 0) :] = padding
+            found.append(pkt.ulysses_attention(*parts.clone(), cu_seqlens=ends, mode="push", tiles=(16, 16)))
+        assert torch.equal(*found)
+
+    on_ranks(2, run, sms=2)
+
+
 # ------------------------------------------------------------------------------------------------------ gradients
 def gradients(
     everybody: list[list[torch.Tensor]], cu_seqlens: torch.Tensor | None = None, **keywords: Any

@@ -282,6 +282,7 @@ def _data_ptr(self: torch.Tensor) -> int:
 
 
 _address = torch._C.TensorBase.data_ptr
+_data_ptr.__name__ = "data_ptr"  # torch gives its function modes the method that it finds under that name
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:

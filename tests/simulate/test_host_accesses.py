@@ -136,3 +136,25 @@ def test_a_counter_may_be_read_after_the_wait_that_saw_it(everywhere: bool) -> N
         world.barrier()
 
     assert failures(reads, 3, SEEDS) == {}
+
+
+@triton.jit
+def put_by_address(x, bases, flag, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    peer = (world.rank + 1) % world.size
+    theirs = tl.load(bases + peer) + (x.to(tl.int64) - tl.load(bases + world.rank))
+    tl.store(theirs.to(tl.pointer_type(tl.float32)) + i, 5.0)
+    pl.signal(flag, peer, world)
+    pl.wait(flag, 1, world)
+    tl.load(x + i)
+
+
+def table_of_addresses(world: Any) -> None:
+    x, flag = pkt.zeros(8), pkt.signals(1)
+    bases = torch.tensor([x.peer(r).data_ptr() for r in range(world.size)])
+    put_by_address[(1,)](x, bases, flag, world.device, 8)
+    x.peer(0).data_ptr()
+
+
+def test_reading_an_address_on_the_host_is_no_access() -> None:
+    assert failures(table_of_addresses, 3, SEEDS) == {}

@@ -153,6 +153,11 @@ def launch_options() -> frozenset[str]:
 # -- the language ---------------------------------------------------------------------------------------------------
 
 
+def _takes_semantic(member: Any) -> bool:
+    """Whether a method is one that Triton has not marked as a builtin but calls as one, such as `x.exp()`."""
+    return inspect.isfunction(member) and "_semantic" in inspect.signature(member).parameters
+
+
 def _bound(member: Callable) -> Callable:
     def call(*args: Any, **named: Any) -> Any:
         named["_semantic"] = semantic
@@ -218,7 +223,7 @@ def _install() -> None:
         tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice,
     ):  # fmt: skip
         for name, member in vars(owner).items():
-            if core.is_builtin(member):
+            if core.is_builtin(member) or (owner is tl.tensor and _takes_semantic(member)):
                 bound = _bound(member)
                 patch(owner, name, _shortcut(owner, name, bound))
             elif owner is tl.tensor and isinstance(member, JITFunction):

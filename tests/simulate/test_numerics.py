@@ -208,6 +208,26 @@ def test_elementary_functions_match_torch() -> None:
 
 
 @triton.jit
+def methods(x, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    tl.store(out + o, v.exp() + v.exp2() + v.log() + v.log2())
+    tl.store(out + N + o, v.sqrt() + v.rsqrt() + v.sin() + v.cos())
+    tl.store(out + 2 * N + o, v.floor() + v.ceil() + v.erf() + v.abs() + v.sigmoid())
+
+
+def test_elementary_functions_are_methods_of_blocks() -> None:
+    torch.manual_seed(2)
+    x, out = torch.rand(64) * 3 + 0.01, torch.empty(3, 64)
+    run(methods, (1,), x, out, 64)
+    d = x.double()
+    torch.testing.assert_close(out[0].double(), d.exp() + d.exp2() + d.log() + d.log2(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out[1].double(), d.sqrt() + d.rsqrt() + d.sin() + d.cos(), rtol=1e-6, atol=1e-6)
+    wanted = d.floor() + d.ceil() + d.erf() + d.abs() + d.sigmoid()
+    torch.testing.assert_close(out[2].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
 def fma_short(x, out, N: tl.constexpr):
     o = tl.arange(0, N)
     tl.store(out + o, tl.fma(tl.load(x + o), tl.load(x + N + o), tl.load(x + 2 * N + o)))

@@ -244,6 +244,7 @@ def _install() -> None:
             ("max_constancy", _attribute),
             ("reduce", reductions.reduce),
             ("associative_scan", reductions.associative_scan),
+            ("map_elementwise", reductions.map_elementwise),
         ):
             patch(owner, name, value)
     patch(tl.tensor, "__init__", constants.tensor_init)

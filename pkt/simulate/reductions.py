@@ -1,7 +1,8 @@
-"""`tl.reduce` and `tl.associative_scan` of the interpreter, a block at a time instead of an element at a time.
+"""`tl.reduce`, `tl.associative_scan` and `tl.map_elementwise` of the interpreter.
 
-The combine function runs on blocks: a tree combines neighbours pair by pair, so an axis of n takes log n calls, and
-the error of a sum in bf16 grows as on the GPU. numpy computes plain sums, products, minima and maxima.
+The first two take a block at a time instead of an element at a time. The combine function runs on blocks: a tree
+combines neighbours pair by pair, so an axis of n takes log n calls, and the error of a sum in bf16 grows as on the GPU.
+numpy computes plain sums, products, minima and maxima.
 """
 
 from __future__ import annotations
@@ -95,3 +96,20 @@ def associative_scan(input, axis, combine_fn, reverse=False, _semantic=None, _ge
             distance *= 2
     results = tuple(_tensor(np.flip(a, at) if backwards else a, ty) for a, ty in zip(arrays, types))
     return results if isinstance(input, tuple) else results[0]
+
+
+def map_elementwise(scalar_fn, *args, pack=1, _semantic=None, _generator=None):
+    """One call for each `pack` elements: the function may branch on them."""
+    pack = getattr(pack, "value", pack)
+    arrays, types = np.broadcast_arrays(*(t.handle.data for t in args)), [t.dtype for t in args]
+    calls = []
+    made: Any = None
+    for group in zip(*(a.reshape(-1, pack) for a in arrays)):
+        scalars = [_tensor(np.asarray(value), ty) for values, ty in zip(group, types) for value in values]
+        made = scalar_fn(*scalars)
+        calls.append(made if isinstance(made, tuple) else (made,))
+    results = []
+    for i in range(0, len(calls[0]), pack):  # neighbours belong to one block
+        values = [v.handle.data.reshape(1) for call in calls for v in call[i : i + pack]]
+        results.append(_tensor(np.concatenate(values).reshape(arrays[0].shape), calls[0][i].dtype))
+    return tuple(results) if isinstance(made, tuple) else results[0]

@@ -125,6 +125,44 @@ def test_a_users_function_may_scan_a_tuple() -> None:
     assert out.tolist() == [-1, -1, 2, 2, 4, 4, 4, 7]
 
 
+@triton.jit
+def clipped(x, limit):
+    if x > limit:
+        return limit
+    else:
+        return x * 2
+
+
+@triton.jit
+def smaller_first(a, b, c, d):
+    if a < c:
+        low, high = a, c
+    else:
+        low, high = c, a
+    if b < d:
+        return low, b, high, d
+    else:
+        return low, d, high, b
+
+
+@triton.jit
+def by_element(x, y, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    a, b = tl.load(x + o), tl.load(y + o)
+    tl.store(out + o, tl.map_elementwise(clipped, a, tl.load(y)))
+    low, high = tl.map_elementwise(smaller_first, a, b, pack=2)
+    tl.store(out + N + o, low)
+    tl.store(out + 2 * N + o, high)
+
+
+def test_a_function_of_scalars_may_branch_for_each_element() -> None:
+    torch.manual_seed(5)
+    x, y = torch.randint(-9, 9, (2, 16), dtype=torch.int32)
+    out = torch.empty(3, 16, dtype=torch.int32)
+    run(by_element, (1,), x, y, out, 16)
+    assert_same(out, torch.stack([torch.where(x > y[0], y[0], 2 * x), torch.minimum(x, y), torch.maximum(x, y)]))
+
+
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
@@ -37,6 +38,7 @@ ATOMICS: dict[Any, Any] = {
 }
 _REGISTERS = re.compile(r"mov\.u(?:32|64) \$0, %(globaltimer|smid);")  # tl.extra.cuda.globaltimer and smid
 _INSTEAD = "use the functions of pkt.language or tl"
+_PARTS = {"BF16x3": 2, "BF16x6": 3}  # of an operand of tl.dot: three or six products of them
 _BITS = (ir.ATOMIC_OP.AND, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # of floats, too
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN, *_BITS)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
@@ -104,7 +106,8 @@ class Builder(InterpreterBuilder):
         super().__init__()
         # The overflow checks of `tl` take a quarter of the run, and the GPU has none.
         # debug=True checks `tl.device_assert`, as on the GPU.
-        self.options = InterpreterOptions(sanitize_overflow=False, debug=True)
+        precisions = CUDAOptions.allowed_dot_input_precisions
+        self.options = InterpreterOptions(sanitize_overflow=False, debug=True, allowed_dot_input_precisions=precisions)
 
     # -- arithmetic -------------------------------------------------------------------------------------------------
 
@@ -215,7 +218,8 @@ class Builder(InterpreterBuilder):
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         tf32 = input_precision == ir.INPUT_PRECISION.TF32
-        product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32)
+        parts = _PARTS.get(str(input_precision).split(".")[-1], 0)
+        product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32, parts)
         self.pkt.computed(2.0 * product.size * a.data.shape[-1])
         product += decode(d.data, d.dtype.scalar)
         ty = d.dtype.scalar

@@ -175,8 +175,9 @@ def to_tf32(values: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool) -> np.ndarray:
-    """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums."""
+def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool, parts: int = 0) -> np.ndarray:
+    """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums. parts: of fp32, how many
+    numbers in bf16 each element is split into; 0 for none."""
     if a.dtype.kind in "iu" and a_ty.name not in BITS:
         # float64 is exact below 2^53, and numpy has no fast integer product.
         return _product(a.astype(np.float64), b.astype(np.float64)).astype(np.int32)
@@ -185,7 +186,28 @@ def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: b
         x, y = x.astype(np.float32, copy=False), y.astype(np.float32, copy=False)
     if tf32 and a.dtype == np.float32:
         x, y = to_tf32(x), to_tf32(y)
+    if parts and a.dtype == np.float32:
+        return _product_of_parts(_bf16_parts(x, parts), _bf16_parts(y, parts))
     return _product(x, y)
+
+
+def _bf16_parts(x: np.ndarray, count: int) -> list[np.ndarray]:
+    """Numbers in bf16 whose sum is nearly x, the largest first."""
+    parts = []
+    for _ in range(count):
+        parts.append(decode(encode(x, tl.bfloat16), tl.bfloat16))
+        x = x - parts[-1]
+    return parts
+
+
+def _product_of_parts(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
+    """The sum of the products that matter in fp32, the smallest first."""
+    small = np.zeros((), np.float32)
+    for order in range(len(a) - 1, 0, -1):
+        for i in range(order + 1):
+            small = small + _product(a[i], b[order - i])
+    # As Triton: the rest of an infinity is NaN, and the product of the first parts has the infinity.
+    return np.nan_to_num(small, nan=0.0, posinf=np.inf, neginf=-np.inf) + _product(a[0], b[0])
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

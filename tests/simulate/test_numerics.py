@@ -387,6 +387,18 @@ def test_dot_in_tf32_drops_the_low_bits() -> None:
     assert (c.double() - a.double() @ b.double()).abs().max() > 1e-4  # the result differs from fp32
 
 
+@pytest.mark.parametrize(("precision", "most"), [("bf16x3", 2.0**-15), ("bf16x6", 2.0**-21)])
+def test_dot_in_bf16x3_and_bf16x6_is_near_fp32(precision: str, most: float) -> None:
+    a, b = operands(torch.float32)
+    c = torch.empty(32, 16)
+    run(dot, (1,), a, b, c, 32, 16, 64, precision, tl.float32)
+    error = ((c.double() - a.double() @ b.double()).abs() / (a.double().abs() @ b.double().abs())).max()
+    assert most / 1024 < error < most
+    a[0, 0] = torch.inf
+    run(dot, (1,), a, b, c, 32, 16, 64, precision, tl.float32)
+    assert_same(c[0], torch.inf * b[0].sign())
+
+
 def test_dot_accumulates_in_fp16_on_request() -> None:
     a, b = operands(torch.float16)
     c = torch.empty(32, 16, dtype=torch.float16)

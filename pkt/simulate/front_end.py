@@ -37,7 +37,8 @@ _REMEDIES = {  # by a pattern of Triton's message
         "a kernel takes the world as world.device: give it that"
     ),
     "^error encountered during parsing$": (
-        "Triton has printed its code and what is wrong; a while loop needs a comparison: while n != 0, not while n"
+        "Triton has printed its code and what is wrong; if that is the operand of scf.condition, a while loop needs "
+        "a comparison: while n != 0, not while n"
     ),
 }
 

@@ -108,6 +108,16 @@ def test_a_number_as_the_condition_of_a_while_is_refused_with_a_remedy() -> None
 
 
 @triton.jit
+def adds_a_block_to_a_number(x, N: tl.constexpr):
+    tl.atomic_add(x, tl.arange(0, N))
+
+
+def test_other_errors_of_the_parser_are_not_called_errors_of_a_while() -> None:
+    with pytest.raises(CompileError, match="if that is the operand of scf.condition"):
+        run(adds_a_block_to_a_number, (1,), torch.zeros(1, dtype=torch.int32), 16)
+
+
+@triton.jit
 def rotate(x, flags, world, N: tl.constexpr):
     i, right = tl.arange(0, N), (world.rank + 1) % world.size
     pl.store(x + N + i, tl.load(x + i), right, world)

@@ -129,9 +129,17 @@ def factory_calls() -> Iterator[Call]:
         yield f"full({size!r})", pkt.ShapeError, "wanted", lambda s=size: pkt.full(s, 1.0)
 
 
+def yields(world: pkt.World) -> Iterator[int]:
+    yield world.rank
+
+
+async def is_async(world: pkt.World) -> int:
+    return world.rank
+
+
 def launch_calls() -> Iterator[Call]:
     bad: dict[str, tuple[type[pkt.PktError], tuple[Any, ...]]] = {
-        "fn": (pkt.DtypeError, (None, 3, "main")),
+        "fn": (pkt.DtypeError, (None, 3, "main", yields, is_async)),
         "ranks": (pkt.ShapeError, (0, -1, 2.5, "2", None, True)),
         "args": (pkt.DtypeError, (5, None, "abc")),
         "heap": (pkt.ShapeError, ("x", -1, 0, "1XB", 2.5, [], "GiB")),

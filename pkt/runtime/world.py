@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 import os
@@ -466,6 +467,9 @@ def check_function(call: str, fn: Any, args: Any) -> None:
     """Raise DtypeError unless `fn` is a function and `args` a sequence of its further arguments."""
     if not callable(fn):
         raise DtypeError.argument(call, "fn", f"{type(fn).__name__} {fn!r:.40}", "a function of the world")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        wanted = "a plain function: a call of one with yield, or of an async one, runs nothing of it"
+        raise DtypeError.argument(call, "fn", f"{fn!r:.40}", wanted)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise DtypeError.argument(call, "args", f"{type(args).__name__} {args!r:.40}", "a tuple, as in (x,)")
 

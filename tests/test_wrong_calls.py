@@ -125,6 +125,9 @@ def factory_calls() -> Iterator[Call]:
         for dtype in ("float32", 3, float, torch.qint8):
             said = f"{factory.__name__}(dtype={dtype!r})"
             yield said, pkt.DtypeError, "dtype", lambda f=factory, d=dtype: f(4, dtype=d)
+        for world in ("w", 0, pkt.World):
+            said = f"{factory.__name__}(world={world!r})"
+            yield said, pkt.DtypeError, "world", lambda f=factory, w=world: f(4, world=w)
     for size in sizes:
         yield f"full({size!r})", pkt.ShapeError, "wanted", lambda s=size: pkt.full(s, 1.0)
 

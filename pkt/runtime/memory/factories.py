@@ -246,6 +246,8 @@ def _make(
     generator: torch.Generator | None = None,
 ) -> SymmetricTensor:
     """Allocate the tensor that torch's `like(*args)` would return, and let torch fill it."""
+    if world is not None and not isinstance(world, World):
+        raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(f"pkt.{call}").rank)
     world = world or current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):

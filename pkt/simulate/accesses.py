@@ -179,7 +179,8 @@ class Accesses:
                 self.m.polled.update(words_of(access))
             if at in loop.slice.expressions:
                 loop.seen = hash((loop.seen, found))
-                loop.polled = access
+                if access is not None:
+                    loop.polled[access.first()] = access
 
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)

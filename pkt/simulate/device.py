@@ -12,7 +12,7 @@ import numpy as np
 import triton.language as tl
 
 from pkt.simulate import cost
-from pkt.simulate.accesses import scalar
+from pkt.simulate.accesses import scalar, words_of
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.far import Far
@@ -138,13 +138,21 @@ class SimulatedDevice(Flagged, Multimem, Far):
             task.clock[task.column + 1] = task.async_clock
 
     def spinning(self, task: Any) -> Waiting:
-        """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value."""
+        """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value, and for the
+        smallest of several: counters grow, and flags begin at 0."""
         at, launch, loop = site_of(task), task.launch.ordinal, task.spins
-        polled = loop.polled if loop is not None else None
-        if polled is None:
+        polled = loop.polled.values() if loop is not None else ()
+        words = [(access, address) for access in polled for address in words_of(access) or [access.first()]]
+        if not words:
             return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)
-        region, offset = polled.region, polled.first() - polled.region.base
-        size = min(polled.itemsize, 8)
-        found = int.from_bytes(region.memory[offset : offset + size].tobytes(), "little", signed=True)
-        counter = region.element(polled.first())
+        values = [_value(access, address) for access, address in words]
+        found = min(values)
+        access, address = words[values.index(found)]
+        region, counter = access.region, access.region.element(address)
         return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)
+
+
+def _value(access: Any, address: int) -> int:
+    """The word of an access at `address`, as a signed number."""
+    at = address - access.region.base
+    return int.from_bytes(access.region.memory[at : at + min(access.itemsize, 8)].tobytes(), "little", signed=True)

@@ -168,7 +168,7 @@ class Loop:
         self.states: dict[int, tuple[int, int]] = {}  # hash of an iteration -> the last one like it, with its guards
         self.turns = self.same = 0  # iterations, and those of them that lately were like earlier ones
         self.period = 0  # the most iterations from one of those to the next like it
-        self.polled: Any = None  # the last access that decided
+        self.polled: dict[int, Any] = {}  # accesses that decided since it last saw something new, by first address
         self.steps = self.progress = -1  # the machine's at the last iteration
         self.alone = 0  # iterations since the program last made an access
         self.round = -1  # of the machine, when all programs spun
@@ -196,6 +196,7 @@ class Loop:
             self.round_sure = self.round_sure + 1 if with_guards == last[1] else 0
         else:
             self.same = self.period = self.round_same = self.round_sure = 0
+            self.polled.clear()
             if len(self.states) == _MOST:
                 self.states.clear()
         self.states[state] = self.turns, with_guards

@@ -186,6 +186,38 @@ def test_a_wait_for_a_spin_with_side_effects_ends() -> None:
 
 
 @triton.jit
+def polls_several(flags, world, missing, HOW: tl.constexpr, N: tl.constexpr):
+    """Program 0 polls N flags, and each of the others but one sets the peer's."""
+    p = tl.program_id(0)
+    if p > 0:
+        if p - 1 != missing:
+            pl.store_release(flags + p - 1, 1, 1 - world.rank, world)
+    elif HOW == "block":
+        while tl.sum(pl.load_acquire(flags + tl.arange(0, N), world.rank, world), 0) < N:
+            pass
+    else:
+        found = 0
+        while found < N:
+            found = 0
+            for i in range(N):
+                found += pl.load_acquire(flags + i, world.rank, world)
+
+
+@pytest.mark.parametrize("how", ["block", "loop"])
+@pytest.mark.parametrize("missing", range(4))
+def test_of_several_flags_a_deadlock_names_the_missing_one(how: str, missing: int) -> None:
+    def main(world: Any) -> None:
+        flags = pkt.zeros(4, dtype=torch.int32)
+        polls_several[(5,)](flags, world.device, missing, how, 4)
+
+    found = failures(main, 2, SEEDS)
+    assert len(found) == len(SEEDS)
+    for error in found.values():
+        assert isinstance(error, Deadlock)
+        assert [(w.counter, w.found) for w in error.waits] == 2 * [(f"flags[{missing}]", 0)]
+
+
+@triton.jit
 def looks_at_all(flags, world, SENDERS: tl.constexpr):
     """Rank 0 looks at one flag after the other until it has seen that of every other rank."""
     if world.rank == 0:

@@ -134,9 +134,13 @@ class Waiting:
     def condition(self) -> str:
         return f"{COMPARISON[self.compare]} {self.wanted}"
 
+    @property
+    def waiter(self) -> str:
+        return HOST if self.kernel == HOST else f"{self.kernel} program {program_text(self.program)}"
+
     def text(self, after: float | None = None) -> str:
         where = self.counter if self.owner in (None, self.rank) else f"{self.counter} of rank {self.owner}"
-        line = f"rank {self.rank}: {self.kernel} program {program_text(self.program)} waits on {where}"
+        line = f"rank {self.rank}: {self.waiter} waits on {where}"
         line += f" at {self.site}" if self.site else ""
         line += f" after {after:.1f} s" if after is not None else ""
         line += f": wanted {self.condition}, found {self.found}"
@@ -149,7 +153,8 @@ def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
     for w in waits[:limit]:
         counter = w.counter if w.owner in (None, w.rank) else f"{w.counter} @{w.owner}"
         launch = "" if w.launch is None else w.launch
-        rows.append((w.rank, w.kernel, program_text(w.program), counter, w.condition, w.found, launch, w.site))
+        program = "" if w.kernel == HOST else program_text(w.program)
+        rows.append((w.rank, w.kernel, program, counter, w.condition, w.found, launch, w.site))
     text = table(("rank", "kernel", "program", "waits on", "wanted", "found", "launch", "at"), rows)
     return text + (f"\n  ... and {len(waits) - limit} more" if len(waits) > limit else "")
 

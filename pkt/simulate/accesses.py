@@ -127,7 +127,7 @@ class Accesses:
         for number in numbers:
             loop = m.current.loops.pop(number, None)
             if loop is not None:
-                self._end_round(loop)
+                self.end_round(loop)
 
     def iterated(self, number: int, variables: dict[str, Any]) -> None:
         """Begin an iteration of a `while`. A loop that has only seen the same again lets other programs run."""
@@ -137,7 +137,7 @@ class Accesses:
         guards = [digest(variables.get(name)) for name in loop.slice.guards]
         alike = loop.turned(tuple(decides), tuple(guards))
         if not alike:
-            self._end_round(loop)
+            self.end_round(loop)
         unpaused = loop.steps == m.steps  # since the last one
         loop.alone = loop.alone + 1 if unpaused else 0
         if loop.alone >= ALONE:
@@ -147,7 +147,7 @@ class Accesses:
             m.pause()
         loop.steps, loop.progress = m.steps, m.progress
 
-    def _end_round(self, loop: Loop) -> None:
+    def end_round(self, loop: Loop) -> None:
         """End the round of a loop that has seen something new. One in another loop of the round does not matter: what
         the other sees does."""
         m = self.m

@@ -22,7 +22,7 @@ from pkt.simulate.flagged import Flagged
 from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem
 from pkt.simulate.shortcuts import new_tensor
-from pkt.simulate.sites import site, site_of
+from pkt.simulate.sites import host_call, site, site_of
 from pkt.wording import Waiting
 
 
@@ -140,7 +140,8 @@ class SimulatedDevice(Flagged, Multimem, Far):
     def spinning(self, task: Any) -> Waiting:
         """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value, and for the
         smallest of several: counters grow, and flags begin at 0."""
-        at, launch, loop = site_of(task), task.launch.ordinal, task.spins
+        loop, launch = task.spins, None if task.is_host else task.launch.ordinal
+        at = host_call(task.greenlet.gr_frame)[1] if task.is_host else site_of(task)
         polled = loop.polled.values() if loop is not None else ()
         words = [(access, address) for access in polled for address in words_of(access) or [access.first()]]
         if not words:

@@ -25,6 +25,9 @@ UNSURE = 512
 # The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
 # in spite of the turns that `whose_turn` gives.
 CONTENDED = 32
+# Reads by host code, all like earlier ones, after which it counts as stuck. So many, because its loop
+# may end by itself.
+HOST_POLLS = 4096
 _MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`
 
@@ -203,6 +206,15 @@ class Loop:
         self.seen = self.guards_seen = 0
         self.turns += 1
         return last is not None
+
+
+class HostLoop(Loop):
+    """Host code that reads the same values of the heap again and again."""
+
+    __slots__ = ()
+
+    def stuck(self, machine: Any) -> bool:
+        return self.round == machine.round and self.round_same >= HOST_POLLS
 
 
 def digest(value: Any, depth: int = 3) -> Any:

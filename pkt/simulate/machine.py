@@ -382,6 +382,7 @@ class Machine:
         if warmup:
             return
         host = self.host("a kernel launch")
+        host.task.loops.clear()
         refuse_gluon(kernel)
         with self.stream.launching(host):
             launch = self._prepared(host, kernel, args, grid, named)
@@ -477,6 +478,7 @@ class Machine:
         Everything before the call is ordered before everything after it, on these ranks."""
         host = self.host(what)
         task = host.task
+        task.loops.clear()
         host.calls[among] += 1
         host.call = what
         ordinal = among, host.calls[among]

@@ -98,5 +98,6 @@ def host_call(frame: Any, launched: str = "") -> tuple[str, Site | None]:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("pkt.", "triton.", "torch.")):
         call = f"{frame.f_code.co_name}()"
         frame = frame.f_back
+    call = "a torch function" if call == "__torch_function__()" else call
     call = f"the launch of {launched}" if launched else call
     return call, None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno, call)

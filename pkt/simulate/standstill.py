@@ -101,7 +101,7 @@ def _too_few(machine: Any, launch: Launch, spinning: list[Task]) -> TooFewReside
 
 def _waits(machine: Any, spinning: list[Task]) -> list[Waiting]:
     waits = [t.blocked.waiting() for tasks in machine.waiting.values() for t in tasks]
-    waits += [machine.device.spinning(t) for t in spinning if not t.is_host]
+    waits += [machine.device.spinning(t) for t in spinning if t.loops or not t.is_host]
     return sorted(waits, key=lambda w: (w.rank, w.program))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
+from pkt.simulate.loops import POLL, HostLoop, Slice
 from pkt.simulate.memory import Place, Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.tasks import Host
@@ -34,8 +35,10 @@ _CHANGES = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__".split()
 )
+_WORDS = 4096  # bytes that a poll of host code reads at most
 # Parts of the names of torch functions that read or write chosen elements only: the race detector cannot tell which.
 _SOME_ELEMENTS = ("index", "gather", "scatter", "take", "masked", "__getitem__", "put_")
+_HOST_READS = Slice((), frozenset(), (), frozenset())
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -143,17 +146,39 @@ class Stream:
         host.waits = True
         try:
             m.finish_launches()  # other tasks may run here: so outside the `with`, whose effect is the thread's
-            if m.races and not any(part in name for part in _SOME_ELEMENTS):
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._record(name, args, kwargs, tensors)
+            if task.spins is not None:
+                m.pause()
+            with torch._C.DisableTorchFunctionSubclass():
+                written = self._written(name, args, kwargs)
+                if m.races and not any(part in name for part in _SOME_ELEMENTS):
+                    self._record(name, args, tensors, written)
+                self._polled(task, name, [] if written else tensors)
         finally:
             host.waits = False
 
-    def _record(self, name: str, args: tuple, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    def _polled(self, task: Any, name: str, tensors: list[torch.Tensor]) -> None:
+        """Note what a torch function reads: host code that only reads the same words again lets other tasks run."""
+        read = [access for tensor in tensors if (access := self._access(tensor)) is not None]
+        if not read or sum(access.nbytes() for access in read) > _WORDS:
+            task.loops.clear()
+            return
+        loop = task.loops.setdefault(POLL, HostLoop(_HOST_READS))
+        values = [access.view(np.dtype(f"V{access.itemsize}")).tobytes() for access in read]
+        loop.seen = hash((name, *values, *(access.first() for access in read)))
+        if not loop.turned((), ()):
+            self.m.device.end_round(loop)
+        loop.progress = self.m.progress
+        loop.polled.update((access.first(), access) for access in read)
+
+    @staticmethod
+    def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         written = list(tensors_in([kwargs.get("out")]))
         changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
         if changes and args and isinstance(args[0], torch.Tensor):
             written.append(args[0])
+        return written
+
+    def _record(self, name: str, args: tuple, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         for tensor in tensors:
             writes = any(tensor is other for other in written)
             if name == "__setitem__" and writes:

@@ -347,3 +347,44 @@ def looks_often(x, n):
 def test_a_loop_that_loads_is_not_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accesses, "ALONE", 100)
     assert outcome(lambda world: looks_often[(1,)](pkt.full(2, 1, dtype=torch.int32), 300)).failure is None
+
+
+@triton.jit
+def tell_peer(flags, world):
+    pl.signal(flags, 1 - world.rank, world)
+
+
+def host_polls(world: Any, how: str) -> None:
+    flags = pkt.signals(2, unwaited=True)
+    if world.rank == 0:
+        if how != "nothing":
+            tell_peer[(1,)](flags, world.device)
+    else:
+        while flags[0].item() == 0 or (how == "two" and not flags.tolist()[1]):
+            pass
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_host_code_may_poll_until_a_kernel_signals(seed: int) -> None:
+    assert outcome(host_polls, 2, seed, ("one",)).failure is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", ["nothing", "two"])
+def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str) -> None:
+    error = outcome(host_polls, 2, seed, (how,)).failure
+    assert isinstance(error, Deadlock)
+    assert str(error).splitlines()[1].startswith("rank 1: host code waits on flags[")
+    assert [(w.rank, w.kernel, w.counter) for w in error.waits] == [
+        (1, "host code", "flags[1]" if how == "two" else "flags[0]")
+    ]
+
+
+def test_host_code_may_read_the_same_often_while_others_wait() -> None:
+    def main(world: Any) -> None:
+        x = pkt.zeros(1)
+        for _ in range(1000 if world.rank else 0):
+            x.item()
+        world.barrier()
+
+    assert failures(main, 2, SEEDS) == {}

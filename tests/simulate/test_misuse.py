@@ -141,6 +141,18 @@ def test_a_launch_outside_a_world_names_the_remedy() -> None:
         assumes[(1,)](torch.zeros(2), 5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds the GPU")
+@pytest.mark.parametrize("ask", ["get_active_torch_device", "get_current_target", "get_benchmarker"])
+def test_host_code_that_asks_tritons_driver_learns_of_torch_device(ask: str) -> None:
+    def main(world: Any) -> None:
+        getattr(triton.runtime.driver.active, ask)()
+
+    with pytest.raises(
+        pkt.Unsupported, match=r"^Triton's driver: found no GPU: take the device from world\.torch_device"
+    ):
+        pkt.launch(main, 2, "cpu", heap=HEAP)
+
+
 def test_other_errors_of_tritons_driver_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def create() -> None:
         raise RuntimeError("2 active drivers")

@@ -1,4 +1,5 @@
-"""The error of a kernel that is launched where there is neither a GPU nor a world."""
+"""The errors where Triton finds no GPU: of a kernel that is launched outside a world, and of host code in a simulation
+that asks Triton's driver."""
 
 from __future__ import annotations
 
@@ -25,6 +26,13 @@ def name_the_remedy() -> None:
         except RuntimeError as error:
             if not str(error).startswith("0 active drivers"):
                 raise
+            from pkt.runtime import world as worlds  # here, because it imports this package
+
+            if worlds._current() is not None:  # of the simulator, whose launches do not come here
+                remedy = (
+                    "take the device from world.torch_device; the simulator has no target, streams or measured times"
+                )
+                raise Unsupported.here("Triton's driver", "found no GPU", remedy) from error
             raise Unsupported.no_gpu("Triton", "found no GPU, and no world around this launch of a kernel") from error
 
     _made.append(create_driver)

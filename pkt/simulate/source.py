@@ -17,16 +17,18 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, GeneratorType
 from typing import Any
 
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 
+from pkt.errors import Unsupported
 from pkt.simulate.builder import Builder
 from pkt.simulate.constants import integer
 from pkt.simulate.loops import POLL, Source, value_of
+from pkt.simulate.sites import site
 
 
 class _Format(str):
@@ -81,12 +83,34 @@ def _constant(value: Any) -> ast.Constant:
     return ast.Constant(value)
 
 
+def _read_after_loops(definition: ast.AST) -> set[str]:
+    """Names of the indices of `for` loops that are read outside of every loop over them."""
+    nodes = list(ast.walk(definition))
+    loops = [n for n in nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
+    inside = {(loop.target.id, id(n)) for loop in loops for s in loop.body for n in ast.walk(s)}  # type: ignore
+    names = {name for name, _ in inside}
+    loads = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in names)
+    return {n.id for n in loads if (n.id, id(n)) not in inside}
+
+
+class _Gone:
+    """The value of a loop's index after the loop."""
+
+
+def _index(value: Any, name: str) -> Any:
+    if isinstance(value, _Gone):
+        found = "found the index of a loop after the loop, where it has no value on a GPU"
+        raise Unsupported.here(f"{name} at {site()}", found, "assign it to another variable in the loop")
+    return value
+
+
 class _Rewriter(ast.NodeTransformer):
     """Rewrites the statements to which Triton gives another meaning than Python.
 
     - `x = 3` makes a tensor of the number.
     - `and` and `or` of run-time values evaluate every operand, because an expression cannot branch.
     - `not` of a block works element by element.
+    - After a loop over `range` its index has no value.
     - A condition must be a scalar. Only conditions ask for the truth of a tensor: `tl` itself takes every tensor for
       true, to tell it from None.
 
@@ -99,6 +123,7 @@ class _Rewriter(ast.NodeTransformer):
         self.marked: dict[ast.expr, list[tuple[int, int]]] = {}  # expression -> (loop, its index there)
         stored = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         assigned = {n.id for n in stored}
+        self.indices = _read_after_loops(definition)
         self.loops: dict[ast.While, int] = {}
         for node in ast.walk(definition):
             if isinstance(node, ast.While):
@@ -115,6 +140,22 @@ class _Rewriter(ast.NodeTransformer):
         if not marks:
             return new
         return _call("looked", _call("look", _constant(tuple(marks)), at=node), new, at=node)
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        name = getattr(node.target, "id", None)
+        if name not in self.indices:
+            return node
+        over = f"__pkt_over_{name}__"
+        node.iter = ast.copy_location(ast.NamedExpr(ast.Name(over, ast.Store()), node.iter), node.iter)
+        gone = ast.Assign([ast.Name(name, ast.Store())], _call("gone", at=node))
+        ends = _call("ends", ast.Name(over, ast.Load()), at=node)
+        return [node, ast.copy_location(ast.If(ends, [ast.copy_location(gone, node)], []), node)]
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Load) and node.id in self.indices:
+            return _call("index", node, _constant(node.id), at=node)
+        return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
@@ -330,4 +371,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_look__": lambda numbers: builder.pkt.look(numbers),
     "__pkt_looked__": _looked,
     "__pkt_assert__": _assert,
+    "__pkt_ends__": lambda over: isinstance(over, GeneratorType),  # of range_of_tensors
+    "__pkt_gone__": _Gone,
+    "__pkt_index__": _index,
 }

@@ -16,7 +16,7 @@ import pkt
 from pkt.errors import CompileError, RankFailed
 from pkt.simulate.interpreter import interpret
 from tests.simulate import other_module
-from tests.simulate.helpers import assert_same, run
+from tests.simulate.helpers import assert_same, line_of, run
 
 # -- control flow ----------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,36 @@ def test_loop_indices_have_types() -> None:
     out = torch.empty(3, dtype=torch.int64)
     run(index_types, (1,), out, 3, 2**40)
     assert out.tolist() == [2**40 + 2, 2, 4]
+
+
+@triton.jit
+def index_after(out, n, HOW: tl.constexpr):
+    i = 5
+    if HOW == "static":
+        for i in tl.static_range(3):
+            tl.store(out + 1, i)
+    elif HOW == "again":
+        for i in range(n):
+            tl.store(out + 1, i)
+        i = 7
+    else:
+        for i in range(n):
+            tl.store(out + 1, i)
+    tl.store(out, i)
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("static", 2), ("again", 7)])
+def test_an_index_may_be_read_after_a_loop_where_it_has_a_value(how: str, wanted: int) -> None:
+    out = torch.empty(2, dtype=torch.int32)
+    run(index_after, (1,), out, 3, how)
+    assert out.tolist() == [wanted, 2]
+
+
+def test_an_index_has_no_value_after_its_loop() -> None:
+    with pytest.raises(
+        pkt.Unsupported, match=f"^i at {line_of(index_after, 'store(out, i)')}: found the index of a loop"
+    ):
+        run(index_after, (1,), torch.empty(2, dtype=torch.int32), 3, "dynamic")
 
 
 @triton.jit

@@ -140,8 +140,8 @@ class Backend(Protocol):
     def reserve(self, nbytes: int) -> None:
         """Collective: put physical memory behind [0, nbytes) of every window; raises HeapFull on all ranks."""
 
-    def allocated(self, block: Block) -> None:
-        """Called after every allocation, for checkers."""
+    def allocated(self, block: Block, among: tuple[int, ...] | None = None) -> None:
+        """Called after every allocation, for checkers. among: as of `exchange`."""
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         """Called after every free, for checkers. among: as of `exchange`."""

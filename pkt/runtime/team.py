@@ -66,8 +66,8 @@ class TeamBackend:
     def reserve(self, nbytes: int) -> None:
         """Nothing to do: the world took physical memory for the share."""
 
-    def allocated(self, block: Block) -> None:
-        self.whole.allocated(block._replace(offset=self.offset + block.offset))
+    def allocated(self, block: Block, among: tuple[int, ...] | None = None) -> None:
+        self.whole.allocated(block._replace(offset=self.offset + block.offset), self.ranks)
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         self.whole.freed(block._replace(offset=self.offset + block.offset), self.ranks)

@@ -57,18 +57,26 @@ class SimulatedRank:
         if nbytes > self.stride:
             raise HeapFull.no_memory(nbytes, "the simulated rank", {self.rank: f"its window has {self.stride} bytes"})
 
-    def allocated(self, block: Block) -> None:
-        nbytes = max(block.nbytes, 1)
-        memory = self.machine.space.slice(self.rank, block.offset, nbytes)
+    def allocated(self, block: Block, among: tuple[int, ...] | None = None) -> None:
+        """All ranks have agreed on the block. The first of them that comes here maps it for all: its next launch may
+        access the memory of a rank whose host code is slow."""
+        mapped = self.machine.mapped
+        if (self.rank, block.offset) not in mapped:
+            mapped.update({(rank, block.offset): self._mapped(block, rank) for rank in among or range(self.size)})
+        region = self._regions[block.offset] = mapped.pop((self.rank, block.offset))
+        region.name = block.name
+
+    def _mapped(self, block: Block, rank: int) -> Region:
+        nbytes, space = max(block.nbytes, 1), self.machine.space
+        memory = space.slice(rank, block.offset, nbytes)
         header = block.start - block.offset
         if block.kind == "data":
             memory[:] = POISON
-        base = self.base + block.offset
-        itemsize = block.dtype.itemsize
-        region = Region(base, nbytes, memory, self.rank, block.name, block.kind, itemsize, block.shape, header)
+        base, itemsize = space.window(rank) + block.offset, block.dtype.itemsize
+        region = Region(base, nbytes, memory, rank, block.name, block.kind, itemsize, block.shape, header)
         region.unwaited = block.unwaited
-        self.machine.space.add(region)
-        self._regions[block.offset] = region
+        space.add(region)
+        return region
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         # A launch of any rank may still use it: on GPUs its memory is reused after the next collective call only.

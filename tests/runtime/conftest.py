@@ -62,7 +62,7 @@ class ThreadBackend:
     def reserve(self, nbytes: int) -> None:
         self.reserved.append(nbytes)
 
-    def allocated(self, block: Block) -> None:
+    def allocated(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         self.told.append(("allocated", block))
 
     def freed(self, block: Block) -> None:

@@ -271,3 +271,23 @@ def test_the_nearest_tensor_may_be_the_one_after_the_address() -> None:
     assert "nearest: second of rank 0, which begins 4 bytes after" in str(outcome(main, 1, args=(-1,)).error)
     assert "nearest: second of rank 0, which ends 1 byte before" in str(outcome(main, 1, args=(1000,)).error)
     assert outcome(main, 1, args=(999,)).failure is None
+
+
+@triton.jit
+def store_right(x, world):
+    pl.store(x, world.rank, (world.rank + 1) % world.size, world)
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_a_fast_rank_may_store_into_memory_that_a_slow_one_is_allocating(team: bool) -> None:
+    def main(world: Any) -> bool:
+        ranks = world.team([2 * (world.rank // 2), 2 * (world.rank // 2) + 1]) if team else world
+        x = pkt.empty(1, dtype=torch.int32, world=ranks)
+        store_right[(1,)](x, ranks.device)
+        ranks.barrier()
+        return x.item() == (ranks.rank - 1) % ranks.size
+
+    for seed in range(40):
+        found = outcome(main, 4, seed)
+        assert found.failure is None
+        assert found.results == [True] * 4

@@ -233,7 +233,7 @@ class CudaBackend:
                 driver.release(handle)
         driver.allow(address, size, self.device_index)
 
-    def allocated(self, block: Block) -> None:
+    def allocated(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         """Nothing to do: the GPU does not check accesses."""
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:

@@ -25,7 +25,7 @@ from .sorting import Sorting
 
 PER_SM, PER_SM_OPTIONS = 2, {"num_warps": 8, "maxnreg": 128}
 """Programs an SM of the low-latency form, and how they are launched: while one waits for words, the other moves some
-(`dispatch_2.json`; with one: `dispatch_before_2.json`)."""
+(`dispatch_2.json`; with one: `dispatch_one_an_sm_2.json`)."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64

@@ -22,7 +22,7 @@ COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 
 SMALL, SMALL_OPTIONS = 4, {"num_warps": 4, "maxnreg": 128}
 """The same with SMALL programs an SM: while one waits, for memory or before a signal, the others move. So combine of
-8,192 tokens takes 0.225 ms instead of 0.263 on 2 H200 (`dispatch_2.json`, `dispatch_before_2.json`)."""
+8,192 tokens takes 0.225 ms instead of 0.263 on 2 H200 (`dispatch_four_an_sm_2.json`, `dispatch_before_2.json`)."""
 
 BLOCKED: dict[str, Any] = {"settings": {"block": None}, "small": {"block": 16}}
 """Of forms whose only setting is how many elements a program moves at a time."""

@@ -148,6 +148,31 @@ def test_on_gpus_combine_has_several_programs_an_sm(monkeypatch: pytest.MonkeyPa
     assert sizes == [SMALL, SMALL]
 
 
+def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 SMs, whose programs run on the 4 of the simulator."""
+    grids: list[int] = []
+
+    def told(third: int, tokens: int, programs: int, threads: int) -> tuple[int, int]:
+        grids.append(programs)
+        return parts_of(third, tokens, programs, threads)
+
+    parts_of = plans.parts_of
+    monkeypatch.setattr(plans, "parts_of", told)
+    monkeypatch.setattr(plans, "num_programs", lambda world, tasks: 2)
+
+    def run(world: Any) -> None:
+        every = operands(2, "random", (7, 9), 3, 6, 8)
+        mine = [one[world.rank] for one in every]
+        exact = pkt.dispatch(*mine, 6, max_tokens=64, mode="push")
+        world.barrier()
+        monkeypatch.setattr(Call, "on_gpu", True)
+        found = pkt.dispatch(*mine, 6, max_tokens=64, mode="low_latency")
+        assert torch.equal(found.rows[: found.offsets[-1]], exact.rows[: exact.offsets[-1]])
+
+    on_ranks(2, run, sms=4)
+    assert grids == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("size", "K", "tokens", "H"), [(2, 16, (1, 2), 50), (3, 3, (7, 0, 9), 8), (4, 1, (0, 0, 0, 6), 7)]
 )

@@ -113,8 +113,10 @@ def adds_a_block_to_a_number(x, N: tl.constexpr):
 
 
 def test_other_errors_of_the_parser_are_not_called_errors_of_a_while() -> None:
-    with pytest.raises(CompileError, match="if that is the operand of scf.condition"):
+    with pytest.raises(CompileError) as caught:
         run(adds_a_block_to_a_number, (1,), torch.zeros(1, dtype=torch.int32), 16)
+    text = str(caught.value)  # Triton 3.9 says what is wrong itself
+    assert "if that is the operand of scf.condition" in text or "Value argument cannot be block type" in text
 
 
 @triton.jit

@@ -355,10 +355,13 @@ class RankFailed(PktError):
 
     @classmethod
     def raised(
-        cls, rank: int, traceback: str, seed: int | None = None, also: Mapping[int, str] | None = None
-    ) -> RankFailed:
+        cls, rank: int, traceback: str, seed: int | None = None, also: Mapping[int, str] | None = None,
+        remedy: str = "",
+    ) -> RankFailed:  # fmt: skip
         traceback = traceback_text(traceback)
         text = f"rank {rank} raised:\n\n{traceback.rstrip()}"
+        if remedy:
+            text += f"\n\n{remedy}"
         if also:
             text += f"\n\nthe other ranks: {ranks_text(also)}"
         if seed is not None:

@@ -42,6 +42,7 @@ from pkt.wording import HOST
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
+_NO_GPU = "A simulation has no GPU: take the device from world.torch_device, and wait with world.synchronize()."
 
 
 def check_count(call: str, name: str, value: Any) -> None:
@@ -534,7 +535,8 @@ class Machine:
         if isinstance(error, PktError):
             return error
         error.__traceback__ = of_task(error.__traceback__, Machine._switch.__code__)
-        text = "".join(traceback.format_exception(error))
-        failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
+        text, frames = "".join(traceback.format_exception(error)), [*traceback.walk_tb(error.__traceback__)]
+        of_cuda = frames[-1][0].f_globals.get("__name__", "").startswith("torch.cuda") if frames else False
+        failed = RankFailed.raised(task.rank, text, self.schedule.seed or None, remedy=_NO_GPU if of_cuda else "")
         failed.__cause__ = error
         return failed

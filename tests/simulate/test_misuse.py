@@ -162,3 +162,11 @@ def test_other_errors_of_tritons_driver_pass_through(monkeypatch: pytest.MonkeyP
     outside.name_the_remedy()
     with pytest.raises(RuntimeError, match="^2 active drivers$"):
         module._create_driver()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU to give")
+@pytest.mark.parametrize("ask", [lambda: torch.empty(4, device="cuda"), lambda: torch.cuda.set_device(0)])
+def test_host_code_that_wants_a_gpu_learns_of_the_world_s_device(ask: Callable[[], Any]) -> None:
+    error = outcome(lambda world: ask()).failure
+    assert isinstance(error, pkt.RankFailed)
+    assert str(error).endswith("take the device from world.torch_device, and wait with world.synchronize().")

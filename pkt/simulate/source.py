@@ -86,9 +86,9 @@ def _constant(value: Any) -> ast.Constant:
 def _read_after_loops(definition: ast.AST) -> set[str]:
     """Names of the indices of `for` loops that are read outside of every loop over them."""
     nodes = list(ast.walk(definition))
-    loops = [n for n in nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
-    inside = {(loop.target.id, id(n)) for loop in loops for s in loop.body for n in ast.walk(s)}  # type: ignore
-    names = {name for name, _ in inside}
+    loops = [(n.target.id, n.body) for n in nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
+    inside = {(name, id(n)) for name, body in loops for statement in body for n in ast.walk(statement)}
+    names = {name for name, _ in loops}
     loads = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in names)
     return {n.id for n in loads if (n.id, id(n)) not in inside}
 

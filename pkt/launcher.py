@@ -10,7 +10,7 @@ import torch
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.world import World, check_function
+from pkt.runtime.world import World, check_flags, check_function
 from pkt.wording import size_text
 
 
@@ -37,9 +37,13 @@ def launch(
     the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
     one size on GPUs, and all launches in the simulator, run one after the other.
     """
+    from pkt.runtime.processes.transport import timeout_seconds  # here, because importing pkt should load little
+
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")
     check_function("pkt.launch", fn, args)
+    check_flags("pkt.launch", multicast=multicast)
+    seconds = timeout_seconds(timeout, "pkt.launch")
     if device == "cpu":
         from pkt.simulate.run import OPTIONS, run
 
@@ -59,11 +63,10 @@ def launch(
         raise Unsupported.no_gpu("pkt.launch", f"wanted {ranks} GPUs, found {found}")
     for name in options:
         raise Unsupported.here("pkt.launch", f"found the option {name!r}", 'it is for device="cpu" only')
-    from pkt.runtime.processes.transport import timeout_seconds
     from pkt.runtime.workers.workers import warm
 
     # The arguments first: a wrong one must start no process.
-    opener, seconds, capacity = "pkt.runtime.bootstrap:open_job", timeout_seconds(timeout), heap_bytes(heap)
+    opener, capacity = "pkt.runtime.bootstrap:open_job", heap_bytes(heap)
     return warm(ranks).run(fn, args, opener, seconds, heap=capacity, multicast=multicast, node_size=node_size)
 
 
@@ -84,6 +87,10 @@ def init(
     Raises ShapeError for a wrong heap or timeout, before anything is made; Unsupported if there is no GPU, with a
     remedy, and if the ranks' GPUs cannot work together, with a table of them.
     """
+    from pkt.runtime.processes.transport import timeout_seconds  # here, because importing pkt should load little
+
+    check_flags("pkt.init", multicast=multicast)
+    seconds = timeout_seconds(timeout)
     world = worlds._current()
     if world is not None and group is None:
         if heap is not None and heap_bytes(heap) > world.heap.capacity:
@@ -94,9 +101,8 @@ def init(
     if not torch.cuda.is_available():
         raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
     from pkt.runtime import bootstrap  # here, so that importing pkt loads no driver and no torch.distributed
-    from pkt.runtime.processes.transport import timeout_seconds
 
     # Rank 0 makes a directory in `place`, so whatever can fail before goes before.
-    seconds, capacity, device = timeout_seconds(timeout), heap_bytes(heap), bootstrap.own_device()
+    capacity, device = heap_bytes(heap), bootstrap.own_device()
     world = bootstrap.open_world(bootstrap.place(group, seconds), device, capacity, seconds, multicast=multicast)
     return world.__enter__()

@@ -146,11 +146,23 @@ def launch_calls() -> Iterator[Call]:
         "ranks": (pkt.ShapeError, (0, -1, 2.5, "2", None, True)),
         "args": (pkt.DtypeError, (5, None, "abc")),
         "heap": (pkt.ShapeError, ("x", -1, 0, "1XB", 2.5, [], "GiB")),
-        "sms": (pkt.ShapeError, (0, -1, 2.5, "2", None)),
+        "sms": (pkt.ShapeError, (0, -1, 2.5, "2", None, 10**9)),
+        "multicast": (pkt.ShapeError, ("x", 3, None)),
+        "races": (pkt.ShapeError, ("x", 3, None)),
+        "compile": (pkt.ShapeError, ("sm_80", 90, [])),
     }
-    of_launch = {"seed": (pkt.ShapeError, ("a", None, 2.5)), "device": (pkt.Unsupported, ("tpu", 3, None))}
+    of_launch = {
+        "seed": (pkt.ShapeError, ("a", None, 2.5)),
+        "device": (pkt.Unsupported, ("tpu", 3, None)),
+        "timeout": (pkt.ShapeError, (-1, 0, "x", float("nan"), [])),
+        "faults": (pkt.ShapeError, (3, "x", None)),
+        "trace": (pkt.ShapeError, ("x", 3, None)),
+    }
     of_simulate = {
-        "seeds": (pkt.ShapeError, ("a", None, 2.5, 0, -1, [])),
+        "seeds": (pkt.ShapeError, ("a", None, 2.5, 0, -1, [], True, [True])),
+        "mutants": (pkt.ShapeError, ("x", 3, None)),
+        "lost_signals": (pkt.ShapeError, (0.5, None)),
+        "progress": (pkt.ShapeError, ("x", 3)),
         "lost_ranks": (pkt.ShapeError, (-1, 2.5, "2", None)),
         "max_findings": (pkt.ShapeError, (0, -1, "2", None)),
     }
@@ -160,6 +172,13 @@ def launch_calls() -> Iterator[Call]:
             for value in values:
                 given = {**good, name: value}
                 yield f"{call.__name__}({name}={value!r})", error, name, lambda c=call, g=given: c(**g)
+    many = ("heap", ("9999999TiB", 10**30)), ("ranks", (10**9,))
+    for name, values in many:
+        for value in values:
+            given = {"fn": lambda world: None, "ranks": 2, "device": "cpu", name: value}
+            yield f"launch({name}={value!r})", pkt.ShapeError, "heap", lambda g=given: pkt.launch(**g)
+    for name, value in (("timeout", -1), ("timeout", float("nan")), ("multicast", "x")):
+        yield f"init({name}={value!r})", pkt.ShapeError, name, lambda n=name, v=value: pkt.init(**{n: v})
 
 
 def explain_calls() -> Iterator[Call]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import triton.language as tl
 
-from pkt.errors import Closed, DtypeError, RankError, Unsupported, ranks_named
+from pkt.errors import Closed, DtypeError, RankError, ShapeError, Unsupported, ranks_named
 from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime.backend import Backend
 from pkt.runtime.kept import Scope, entered, scratch
@@ -472,6 +472,13 @@ def check_function(call: str, fn: Any, args: Any) -> None:
         raise DtypeError.argument(call, "fn", f"{fn!r:.40}", wanted)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise DtypeError.argument(call, "args", f"{type(args).__name__} {args!r:.40}", "a tuple, as in (x,)")
+
+
+def check_flags(call: str, **flags: Any) -> None:
+    """Raise ShapeError unless each of `flags` is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ShapeError.argument(call, name, repr(value), "True or False")
 
 
 class Workspace(Scope):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pkt.simulate.explore import simulate
-from pkt.simulate.machine import SMS
+from pkt.simulate.machine import MOST_SMS, SMS
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, max=10**9, help="schedules to run")] = 1000,
     seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
     node_size: Annotated[int | None, typer.Option(min=1, help="ranks of a node; one node where not given")] = None,
-    sms: Annotated[int, typer.Option(min=1, max=65536, help="programs that fit on a rank at once")] = SMS,
+    sms: Annotated[int, typer.Option(min=1, max=MOST_SMS, help="programs that fit on a rank at once")] = SMS,
     heap: Annotated[str, typer.Option(help="size of each rank's symmetric heap")] = "1GiB",
     races: Annotated[bool, typer.Option(help="detect data races")] = True,
     multicast: Annotated[bool, typer.Option(help="give the ranks a multicast window")] = True,

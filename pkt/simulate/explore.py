@@ -6,13 +6,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pkt.errors import RankFailed, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.world import check_function
+from pkt.runtime.world import check_flags, check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Change, Faults, Loss, Mutant, Signal, Site
 from pkt.simulate.findings import DataRace
 from pkt.simulate.front_end import Usage, check_compile
@@ -180,11 +180,12 @@ def simulate(
     from pkt.simulate.processes import each
 
     check_function("pkt.simulate", fn, args)
-    try:
-        todo = list(range(seeds) if isinstance(seeds, int) else seeds)
-    except TypeError:
-        todo = []
-    if not todo or not all(isinstance(seed, int) for seed in todo):
+    check_flags("pkt.simulate", races=races, multicast=multicast, mutants=mutants, lost_signals=lost_signals)
+    check_flags("pkt.simulate", **({} if progress is None else {"progress": progress}))
+    todo: Sequence[int] = []
+    with suppress(TypeError):
+        todo = range(seeds) if type(seeds) is int else list(seeds)  # type: ignore[arg-type]
+    if not todo or not (type(seeds) is int or all(type(seed) is int for seed in todo)):
         raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
     if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
         raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")

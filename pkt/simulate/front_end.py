@@ -73,7 +73,7 @@ _kernels: dict[Any, _Kernel] = {}  # by id: a JITFunction's hash compiles, which
 
 def check_compile(call: str, compile: str | None) -> None:
     """Raise ShapeError unless `compile` is a value of the option."""
-    if compile not in ARCHITECTURES:
+    if not isinstance(compile, str | None) or compile not in ARCHITECTURES:
         raise ShapeError.argument(call, "compile", compile, 'None, "sm_90" or "sm_100"')
 
 

@@ -25,6 +25,7 @@ from pkt.errors import (
     ShapeError,
     Unsupported,
 )
+from pkt.runtime.world import check_flags
 from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
@@ -41,6 +42,7 @@ from pkt.trace import Event
 from pkt.wording import HOST
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
+MOST_SMS = 1 << 16  # each takes memory, even where nothing runs on it
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
 _NO_GPU = "A simulation has no GPU: take the device from world.torch_device, and wait with world.synchronize()."
 
@@ -78,7 +80,12 @@ class Machine:
         self.apart = self.node_size < ranks  # there are several nodes
         check_compile("the simulator", compile)
         check_count("the simulator", "sms", sms)
+        if sms > MOST_SMS:
+            raise ShapeError.argument("the simulator", "sms", sms, f"at most {MOST_SMS}")
         check_count("the simulator", "max_steps", max_steps)
+        check_flags("the simulator", multicast=multicast, races=races, trace=trace)
+        if not isinstance(faults, Faults):
+            raise ShapeError.argument("the simulator", "faults", repr(faults), "a pkt.simulate.faults.Faults")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShapeError.argument("the simulator", "seed", repr(seed), "an integer")
         self.size, self.sms, self.multicast = ranks, sms, multicast and not self.apart

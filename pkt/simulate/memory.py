@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from pkt.errors import ShapeError
 from pkt.simulate.rows import KEPT, SMALL, found_rows, ramp
+from pkt.wording import size_text
 
 OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
@@ -230,7 +232,12 @@ class AddressSpace:
     def __init__(self, size: int, stride: int) -> None:
         self.size, self.stride = size, stride
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._bytes = np.frombuffer(mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags), np.uint8)
+        try:
+            memory = mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags)
+        except (OSError, OverflowError) as error:
+            found = f"{size_text(stride)} on each of {size} ranks"
+            raise ShapeError.argument("the simulator", "heap", found, "less, or fewer ranks: it maps all") from error
+        self._bytes = np.frombuffer(memory, np.uint8)
         start = self._bytes.ctypes.data
         self.base = -(-start // 4096) * 4096
         self._skip = self.base - start

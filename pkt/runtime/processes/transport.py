@@ -58,7 +58,7 @@ _ASK = 0.5  # seconds after the deadline in which one of several late ranks may 
 _CLOSED = "closed its world"  # of a rank that lives
 
 
-def timeout_seconds(timeout: float | None = None) -> float:
+def timeout_seconds(timeout: float | None = None, call: str = "pkt.init") -> float:
     """Seconds: `timeout`, else PKT_TIMEOUT, else 60. Raises ShapeError unless they are a positive number."""
     name, found = ("PKT_TIMEOUT", os.environ.get("PKT_TIMEOUT")) if timeout is None else ("timeout", timeout)
     if found is None:
@@ -67,7 +67,7 @@ def timeout_seconds(timeout: float | None = None) -> float:
         if 0 < (seconds := float(found)) <= LONGEST_TIMEOUT:
             return seconds
     wanted = f"seconds: a number above 0, at most {LONGEST_TIMEOUT:g}"
-    raise ShapeError.argument("pkt.init", name, repr(found), wanted)
+    raise ShapeError.argument(call, name, repr(found), wanted)
 
 
 def process_state(pid: int) -> str:

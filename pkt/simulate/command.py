@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +21,24 @@ def load(target: str) -> Callable[..., Any]:
     path, _, name = target.partition(":")
     if not os.path.isfile(path):
         raise typer.BadParameter(f"no file {path}; wanted file.py or file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module_name = Path(path).stem
+    while module_name in sys.modules:  # torch.py must not take the place of torch
+        module_name += "_"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise typer.BadParameter(f"{path} is no Python file; wanted file.py or file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != spec.origin:
+            trace = trace.tb_next
+        shown = "".join(traceback.format_exception(error.with_traceback(trace)))
+        typer.echo(f"{shown}{path} cannot be loaded", err=True)
+        raise typer.Exit(2) from error
     fn = getattr(module, name or "main", None)
     if not callable(fn):
         offered = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]

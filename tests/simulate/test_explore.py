@@ -471,6 +471,34 @@ def test_the_command_line_explores_and_replays(tmp_path: Path) -> None:
     assert "broken" in missing.output
 
 
+def test_the_command_loads_a_file_as_python_loads_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "lies_beside.py").write_text("def main(world): world.barrier()\n")
+    file = tmp_path / "torch.py"
+    file.write_text("from lies_beside import main\n")
+    assert command(str(file), "--seeds", "2").exit_code == 0
+    assert sys.modules["torch"] is torch
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def main(world:", "SyntaxError: '(' was never closed"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("\n\nraise ValueError('no data')", "line 3, in <module>"),
+        ("\0", "SyntaxError"),
+    ],
+)
+def test_the_command_shows_where_a_file_fails_and_no_line_of_its_own(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    done = command(str(file))
+    assert done.exit_code == 2
+    assert "wrong.py cannot be loaded" in done.output
+    assert said in done.output
+    assert not [frame for frame in ("command.py", "importlib") if frame in done.output]
+
+
 def test_the_command_runs_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "push.py"
     file.write_text(FILE)

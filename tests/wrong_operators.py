@@ -415,7 +415,7 @@ def _decode_wrong() -> Bad:
         "block": {ShapeError: (0, -1, 3, 8, 1 << 21, *HUGE), DtypeError: NO_INTEGER},
         "stages": {ShapeError: (0, -1, 17, *HUGE), DtypeError: NO_INTEGER},
         "warps": {ShapeError: (0, -1, 3, 32, *HUGE), DtypeError: NO_INTEGER},
-        "programs": COUNT,
+        "programs": {**COUNT, ShapeError: (0, -1, 3, *HUGE)},  # of 2 SMs
     }
 
 

@@ -41,7 +41,7 @@ from ..declaration import block as block_size
 from ..operator import Operator
 from ..shared import flagged, nodes, unfused
 from ..shared.checks import FLOATS
-from ..shared.grid import num_programs
+from ..shared.grid import num_programs, several
 from ..shared.replays import in_one_call
 from ..shared.tile_words import words_of_row
 from .attention import Decode
@@ -57,6 +57,8 @@ LEAST_SIDE = 16
 """Of an operand of tl.dot."""
 MOST_ROWS, MOST_SUMS = 64, 1 << 14
 """Of a unit: rows, and rows times columns of a value. With more, the kernel spills registers."""
+MOST_AN_SM = 32
+"""Programs, whatever their size."""
 STAGE_BYTES = 32 << 10
 """Bytes of a cache that a program loads at a time if every query head has its own keys; twice as many otherwise."""
 REGISTERS = 1 << 16
@@ -182,6 +184,11 @@ def warps_of(call: Call, name: str, value: Any) -> Any:
     if value is not None and value not in (1, 2, 4, 8, 16):
         raise call.refuse(name, value, "1, 2, 4, 8 or 16")
     return value
+
+
+def resident_programs(call: Call, name: str, value: Any) -> Any:
+    """The check of the keyword `programs`: no more than run at once. A kernel with large programs may allow fewer."""
+    return integer(1, several(call, MOST_AN_SM, call.world.num_sms))(call, name, value)
 
 
 def _shape(call: Call) -> tuple[int, ...]:
@@ -428,7 +435,12 @@ OPERATOR = Operator(
     result=_shape,
     also={"lse": Operand("b s h", (torch.float32,))},
     arguments={"v_dim": integer(least=1), "scale": number(), "soft_cap": number(above=0)},
-    settings={"block": keys_at_a_time, "stages": integer(1, MAX_STAGES), "warps": warps_of, "programs": integer(1)},
+    settings={
+        "block": keys_at_a_time,
+        "stages": integer(1, MAX_STAGES),
+        "warps": warps_of,
+        "programs": resident_programs,
+    },
     forms={
         "fused": Form(
             _fused, "in one launch, results in words of data and flag to every rank, no barrier",

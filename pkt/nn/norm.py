@@ -33,6 +33,12 @@ class SequenceParallel:
         finally:
             self._parameters.update(own)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `copy` and `pickle`, which find no class by the name of this one."""
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        _, (kind, *given), *state = reduced
+        return _new, (kind.__bases__[1], *given), *state
+
 
 def sequence_parallel(module: M, *, world: World | None = None) -> M:
     """`module`, a norm or another function of single tokens, for a rank that has a part of the tokens.
@@ -58,6 +64,10 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
 def _subclass(kind: type) -> type:
     """One for each class: torch.compile compiles anew for a layer whose norm has another class."""
     return type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
+
+
+def _new(kind: type, *given: Any) -> Any:
+    return _subclass(kind).__new__(_subclass(kind), *given)
 
 
 def has_inner_parameters(module: nn.Module) -> bool:

@@ -324,7 +324,12 @@ def test_a_world_is_not_copied_and_not_pickled() -> None:
         own = nn.Module()  # one that holds a world, as a user's may
         own.world = world
         assert copy.deepcopy(own).world is world
-        for module in (own, pkt.nn.SwiGLUMLP(16, 24)):
+        norm = pkt.nn.sequence_parallel(nn.RMSNorm(8))
+        same = copy.deepcopy(norm)
+        assert type(same) is type(norm)
+        assert same.world is world
+        assert torch.equal(same(torch.ones(2, 8)), norm(torch.ones(2, 8)))
+        for module in (own, pkt.nn.SwiGLUMLP(16, 24), norm):
             with pytest.raises(pkt.Unsupported, match=rf"rank {world.rank}: pickle: found World.*state_dict"):
                 torch.save(module, io.BytesIO())
 

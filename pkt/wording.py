@@ -24,9 +24,15 @@ SHORT |= {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}
 FIRST_CALL = "the first call of an operator with such arguments"
 """What ranks name the exchange in which they compare such calls, whose texts are the values."""
 
+TUNING = "tuning "
+"""Begins the name of a step of a search. The value of such a step is that of `Votes.step`."""
+
 
 def call_text(what: str, value: Any) -> str:
-    """The collective call `what` for messages: of an operator's first call, where `value` says it, the call itself."""
+    """The collective call `what` for messages: of an operator's first call, where `value` says it, the call itself; of
+    a step of a search with this rank's error, if it had one."""
+    if what.startswith(TUNING) and isinstance(value, list) and len(value) == 3 and value[1]:
+        return f"{what} after {value[1]}"
     return f"{value}{what.removeprefix(FIRST_CALL)}" if what.startswith(FIRST_CALL) and value else what
 
 

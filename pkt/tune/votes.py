@@ -17,7 +17,7 @@ from pkt.model.config import Config
 from pkt.runtime.processes import wire
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
-from pkt.wording import ranks_text
+from pkt.wording import TUNING, ranks_text
 
 _REASON = 300  # characters of a reason that are kept
 
@@ -28,7 +28,7 @@ class Votes:
     def __init__(self, world: World, what: str, interrupts: Interrupts) -> None:
         self.world, self.interrupts = world, interrupts
         self.stopped = False
-        self._call = f"tuning {what}"
+        self._call = f"{TUNING}{what}"
 
     def step(self, alone: Callable[[], Any], doing: str) -> tuple[list[Any], str]:
         """Collective: every rank's `alone()`, JSON values in rank order, and "" or why it failed, naming ranks.
@@ -50,8 +50,10 @@ class Votes:
                 self.world.synchronize()  # raises if waits were cut short, because such a world cannot go on
             said = self.world.backend.exchange([value, failed, self.interrupts.asked], self._call)
         except PktError as lost:
-            lost.add_note(f"rank {self.world.rank} was {self._call}: {doing}")
-            raise lost from error
+            # After a CollectiveMismatch there is no connection for the exchange, whose error would hide it.
+            ended = error if isinstance(error, CollectiveMismatch) else lost
+            ended.add_note(f"rank {self.world.rank} was {self._call}: {doing}")
+            raise ended from (error if ended is lost else None)
         self.stopped = self.stopped or any(asked for _, _, asked in said)
         return [v for v, _, _ in said], ranks_text({r: f for r, (_, f, _) in enumerate(said) if f})
 

@@ -196,6 +196,21 @@ def test_worlds_over_subgroups_tune_by_themselves():
     assert {together.best["n"] for _, together in found} == {7}
 
 
+def test_every_rank_learns_of_the_error_before_which_the_others_wait():
+    def main(world):
+        def lonely(n):
+            if world.rank == 1:
+                raise ValueError("no luck")
+            world.barrier()
+
+        with world, pytest.raises(CollectiveMismatch) as caught:
+            tune(lonely, configs=candidates(2), timer=Rough)
+        return str(caught.value)
+
+    said = "rank 0: barrier(); rank 1: tuning lonely after ValueError: no luck: every rank"
+    assert [said in text for text in values(in_worlds(2, main))] == [True, True]
+
+
 @pytest.mark.parametrize("other", [0, 1, 2])
 @pytest.mark.parametrize("what", ["candidates", "case"])
 def test_any_one_of_three_ranks_that_differs_is_named(other, what):

@@ -7,9 +7,11 @@ types, names and statements. It needs no GPU. Other processes find in Triton's c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import re
 import subprocess
@@ -39,6 +41,9 @@ _REMEDIES = {  # by a pattern of Triton's message
     "^error encountered during parsing$": (
         "Triton has printed its code and what is wrong; if that is the operand of scf.condition, a while loop needs "
         "a comparison: while n != 0, not while n"
+    ),
+    r"tile::(gather|scatter)4.* requires \.target sm_100": (
+        "gather and scatter of a tensor descriptor need an sm_100 GPU: on older ones load and store by pointers"
     ),
 }
 
@@ -132,7 +137,8 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         from pkt.simulate.skipped import quicker, skipping  # here, because importing pkt should load little
 
         if whole:
-            with quicker():
+            # Where ptxas fails, Triton prints all of its input.
+            with quicker(), contextlib.redirect_stdout(io.StringIO()):
                 compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)

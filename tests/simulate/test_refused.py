@@ -173,3 +173,22 @@ def test_compile_names_its_targets() -> None:
         pkt.simulate(lambda world: None, ranks=1, seeds=1, compile="sm_70")
     with pytest.raises(ShapeError, match="found sm_70"):
         pkt.launch(lambda world: None, ranks=1, device="cpu", compile="sm_70")
+
+
+@triton.jit
+def gathers_rows(x, out, N: tl.constexpr):
+    rows, columns = tl.arange(0, 8), tl.arange(0, N)
+    block = tl.make_tensor_descriptor(x, [N, N], [N, 1], [1, N]).gather(7 - rows, 0)
+    tl.store(out + rows[:, None] * N + columns[None, :], block)
+
+
+def test_a_gather_of_a_descriptor_names_the_gpu_that_it_needs(capsys: pytest.CaptureFixture) -> None:
+    def main(world: Any) -> None:
+        x, out = pkt.rand(16, 16), torch.zeros(8, 16)
+        gathers_rows[(1,)](x, out, 16)
+        assert torch.equal(out, x.plain()[:8].flip(0))
+
+    pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
+    with pytest.raises(CompileError, match="need an sm_100 GPU: on older ones load and store by pointers"):
+        pkt.launch(main, ranks=1, device="cpu", heap=HEAP, compile="sm_90")
+    assert capsys.readouterr().out == ""

@@ -369,6 +369,17 @@ def test_symmetric_tensors_come_in_as_plain_ones() -> None:
     on_ranks(2, run)
 
 
+def test_ranks_that_compile_do_not_wait_for_each_other() -> None:
+    """The compiler asks a tensor for facts again and again, under a lock of the process. No other rank may run there,
+    as after many reads of the same words."""
+
+    def run(world: Any) -> None:
+        with pytest.raises(Exception):  # noqa: B017
+            torch.compile(lambda x: pkt.all_gather(x), backend="eager")(pkt.full(4, 1.0 + world.rank))
+
+    on_ranks(2, run)
+
+
 def test_schemas_say_what_is_written() -> None:
     for name, operator in operators().items():
         assert operator.op._schema.name == f"pkt::{name}"

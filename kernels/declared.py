@@ -78,7 +78,6 @@ class Declared:
         self.also, self.bound, self.most, self.always = dict(also or {}), bound, dict(most or {}), always
         self.backward = backward if backward is None or isinstance(backward, Backward) else Backward(backward)
         parameters = inspect.signature(function).parameters
-        self._defaults = {name: parameters[name].default for name in self.arguments}
         parts = {name: [n for n in self.tensors if n.startswith(f"{name}.")] for name in parameters}
         self._parts = {name: found for name, found in parts.items() if found}
         self._attributes = {
@@ -88,6 +87,12 @@ class Declared:
         self.names = [
             n for name in parameters for n in self._parts.get(name, [name]) if n in self.tensors or n == "out"
         ]
+        others = *self.names, *self._parts, "world", "workspace"
+        self.keywords = [name for name in parameters if name not in others]
+        declared = {*self.arguments, *self.settings, *self.tensors, "mode"}
+        if missing := declared ^ ({*self.keywords, *self.names} - {"out"}) | ({written} - {*self.names}):
+            raise TypeError(f"{self.name}: declared or taken, but not both: {', '.join(sorted(missing))}")
+        self._defaults = {name: parameters[name].default for name in self.arguments}
         self.places = {name: at for at, name in enumerate(self.names)}
         self.read = [self.places[name] for name in self.tensors]
         self._written = self.places[written]
@@ -96,11 +101,6 @@ class Declared:
         self.arranged = itemgetter(*order) if len(order) > 1 else itemgetter(slice(-2, -1))
         """A call's tensors, in the order of the function's parameters, of (*operands, what is written, None)."""
         self.in_place = in_place or written in self.tensors
-        others = *self.names, *self._parts, "world", "workspace"
-        self.keywords = [name for name in parameters if name not in others]
-        declared = {*self.arguments, *self.settings, *self.tensors, "mode"}
-        if missing := declared ^ ({*self.keywords, *self.names} - {"out"}):
-            raise TypeError(f"{self.name}: declared or taken, but not both: {', '.join(sorted(missing))}")
         self.op, self.op_out, self.op_several = traced.define(self)
 
     def __repr__(self) -> str:

@@ -193,6 +193,20 @@ def test_a_setting_declared_but_not_taken_is_refused() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"tensors": {"y": SCALED.tensors["x"]}}, "x, y"),
+        ({"arguments": {**SCALED.arguments, "time": SCALED.settings}}, "time"),
+        ({"written": "there"}, "there"),
+    ],
+)
+def test_a_name_that_the_function_does_not_take_is_refused(wrong: dict[str, Any], named: str) -> None:
+    kept = "tensors", "result", "forms", "reference", "arguments", "settings"
+    with pytest.raises(TypeError, match=f"scaled: declared or taken, but not both: {named}$"):
+        Operator(scaled, **{**{name: getattr(SCALED, name) for name in kept}, **wrong})
+
+
 def greatest(world: Any, sizes: dict[str, int], alone: bool = False) -> int:
     call = Call("test", world, {"x": torch.zeros(1)}, {}, {}, None)
     call.sizes = sizes

@@ -18,6 +18,7 @@ _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
 _RUNTIME = os.path.join(os.path.dirname(_HERE), "runtime")
 _BELOW = (_HERE, _RUNTIME, *(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch)))
 _USER, _PKT, _MACHINERY = range(3)
+_LIBRARIES = ("pkt.", "triton.", "torch.")  # their modules' names begin so
 
 
 class _Kinds(dict[str, int]):
@@ -91,11 +92,27 @@ def site_of(task: Any) -> Site:
     return _outward(task.greenlet.gr_frame)
 
 
+def host_state(frame: Any) -> tuple:
+    """The lines that host code is at, innermost frame `frame`, and the plain values and lengths of its variables: a
+    loop that ends by itself changes one of them."""
+    found: list[Any] = []
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            found += frame.f_code, frame.f_lineno
+            for value in frame.f_locals.values():
+                if isinstance(value, (bool, int, float, str)):
+                    found.append(value)
+                elif isinstance(value, (list, tuple, dict, set)):
+                    found.append(len(value))
+        frame = frame.f_back
+    return tuple(found)
+
+
 def host_call(frame: Any, launched: str = "") -> tuple[str, Site | None]:
     """The call of pkt that host code is in, innermost frame `frame`, and its line, as "ones()" and train.py:12. The
     line is None where the user's function has ended. launched: the kernel whose launch that is."""
     call = "host code"
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("pkt.", "triton.", "torch.")):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
         call = f"{frame.f_code.co_name}()"
         frame = frame.f_back
     call = "a torch function" if call == "__torch_function__()" else call

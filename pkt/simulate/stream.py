@@ -8,6 +8,7 @@ detector learns which parts of the heap such a function reads and writes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from pkt.errors import UseAfterFree
 from pkt.simulate.loops import POLL, HostLoop, Slice
 from pkt.simulate.memory import Place, Strided, Unmapped
 from pkt.simulate.modes import Modes
+from pkt.simulate.sites import host_state
 from pkt.simulate.tasks import Host
 
 # Torch functions that read and write no element. `__get__` is any attribute, such as `shape` and `T`.
@@ -28,7 +30,7 @@ _NO_ACCESS = frozenset(
     "__get__ __len__ size dim ndimension numel nelement stride element_size storage_offset data_ptr untyped_storage "
     "is_contiguous is_floating_point is_complex get_device requires_grad_ detach as_subclass view view_as as_strided "
     "select narrow unbind split chunk transpose swapaxes t permute movedim squeeze unsqueeze expand expand_as "
-    "unflatten diagonal unfold".split()
+    "unflatten diagonal unfold _is_view".split()
 )
 
 # Torch functions that change their first argument and whose names do not end in one underscore.
@@ -168,7 +170,7 @@ class Stream:
         loop = task.loops.setdefault(POLL, HostLoop(_HOST_READS))
         values = [access.view(np.dtype(f"V{access.itemsize}")).tobytes() for access in read]
         loop.seen = hash((name, *values, *(access.first() for access in read)))
-        if not loop.turned((), ()):
+        if not loop.turned(host_state(sys._getframe()), ()):
             self.m.device.end_round(loop)
         loop.progress = self.m.progress
         loop.polled.update((access.first(), access) for access in read)

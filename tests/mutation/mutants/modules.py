@@ -4,9 +4,12 @@ from tests.mutation.mutant import EXPLORED, Mutant, of
 
 MUTANTS: tuple[Mutant, ...] = (
     *of("pkt/nn/exchange.py", "tests/nn/test_modules.py -k linears",
-        ("each rank keeps its part of an input's gradient", "return reduced(grad, ctx.world), None", "return grad, None"),
-        ("every rank takes rank 0's part of a gradient", "return grad.chunk(ctx.world.size, ctx.dim)[ctx.world.rank]",
-         "return grad.chunk(ctx.world.size, ctx.dim)[0]"),
+        ("each rank keeps its part of an input's gradient", "return summed(grad, ctx.world), None", "return grad, None"),
+        ("every rank takes rank 0's part of a gradient", "return parted(grad, ctx.dim, ctx.world), None",
+         "return grad.chunk(ctx.world.size, ctx.dim)[0], None"),
+    ),
+    *of("pkt/nn/exchange.py", "tests/nn/test_modules.py -k gradients_of_gradients",
+        ("the gradient of a sum's gradient is this rank's part", "return sum_gradient(grad, ctx.world), None", "return grad, None"),
     ),
     *of("pkt/nn/rows.py", "tests/nn/test_modules.py -k linears",
         ("rows of a batch stay in the order of the ranks", "if math.prod(before) == 1:", "if True:"),

@@ -213,9 +213,12 @@ class Stream:
 
     def _shared(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            if tensor.device.type != "cpu":
                 return False
-            address = tensor.untyped_storage().data_ptr()
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except NotImplementedError:  # it has no storage, as a sparse tensor or one inside of torch.func.jvp
+                return False
         return self.m.space.shared(address)
 
     @contextmanager

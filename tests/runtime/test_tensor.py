@@ -10,7 +10,7 @@ import torch
 
 import pkt
 from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError
-from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.memory.tensor import SymmetricTensor, facts
 
 
 def test_peers_see_each_others_values(ranks):
@@ -274,3 +274,41 @@ def test_arguments_of_kernel_wrappers(ranks):
             pkt.symmetric(x, "x", world, dtype=torch.bfloat16, call="gather")
 
     ranks(1, main)
+
+
+def test_a_result_of_another_shape_in_out_changes_the_facts(ranks):
+    def main(world):
+        x, empty = pkt.ones(4, 8), pkt.empty(0)
+        before = facts([x], world, "test")[0][0]
+        torch.add(torch.ones(2, 8), 1, out=x)
+        torch.add(torch.ones(0), 1, out=empty)
+        return before, facts([x], world, "test")[0][0], tuple(empty.peer(0).shape)
+
+    assert ranks(2, main) == [((4, 8), (2, 8), (0,))] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.set_(torch.arange(3)),
+        lambda x: setattr(x, "data", torch.arange(3)),
+        lambda x: x.resize_(100),
+    ],
+)
+def test_a_change_that_leads_out_of_the_allocation_is_refused_and_undone(ranks, change):
+    def main(world):
+        x = pkt.arange(6)
+        with pytest.raises((NotSymmetric, RuntimeError)):
+            change(x)
+        return x.tolist(), x.peer(0).tolist()
+
+    assert ranks(2, main) == [([0, 1, 2, 3, 4, 5],) * 2] * 2
+
+
+def test_results_without_storage_are_plain(ranks):
+    def main(world):
+        x = pkt.ones(3)
+        _, tangent = torch.func.jvp(lambda x: x * x, (x,), (torch.ones(3),))
+        return x.to_sparse().sum().item(), tangent.tolist()
+
+    assert ranks(2, main) == [(3.0, [2.0, 2.0, 2.0])] * 2

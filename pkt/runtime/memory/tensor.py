@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,9 @@ class SymmetricTensor(torch.Tensor):
             with torch._tensor_str.printoptions(threshold=100):  # torch's own 1000 fill a screen
                 return html_text(f"{where}: {facts} at heap offset {offset}\n{plain!r}")
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch tells __torch_function__ of every other change
+        return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copied = self.plain().clone()
         return copied
@@ -169,9 +173,13 @@ class SymmetricTensor(torch.Tensor):
                 source._allocation.use(name)
             accessed(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
             if name in _RESHAPING and args and isinstance(args[0], SymmetricTensor):
-                _remember(args[0])
+                with _reshaped(args[0]):
+                    return _wrap(func(*args, **kwargs), sources)
+            result = func(*args, **kwargs)
+            if "out" in kwargs:  # which may have another shape now
+                for source in sources:
+                    source._facts = None
             return _wrap(result, sources)
 
 
@@ -193,11 +201,24 @@ def described(shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
     return symmetric_over(torch.empty(tuple(shape), dtype=dtype, device="meta"), nowhere)  # type: ignore[arg-type]
 
 
+@contextmanager
+def _reshaped(tensor: SymmetricTensor) -> Iterator[None]:
+    """Inside the `with`, a torch function may give `tensor` another shape or address. It is as before if the function
+    raises, or leads out of the allocation: then NotSymmetric is raised."""
+    before = tensor.detach()
+    try:
+        yield
+        _remember(tensor)
+    except BaseException:
+        torch.Tensor.data.__set__(tensor, before)  # type: ignore[attr-defined]  # a descriptor
+        raise
+
+
 def _remember(tensor: SymmetricTensor) -> None:
     """Read the facts of `tensor` again, which was reshaped in place."""
     block, plain = tensor._allocation.block, tensor.as_subclass(torch.Tensor)
     address = tensor._allocation.heap.backend.base + block.start
-    inside = plain.data_ptr() - address
+    inside = plain.untyped_storage().data_ptr() + plain.storage_offset() * plain.dtype.itemsize - address
     if not 0 <= inside <= block.end - block.start:
         raise NotSymmetric.argument(
             tensor._allocation.heap.backend.rank, block.name, "memory outside its allocation", "a change in place"
@@ -274,11 +295,15 @@ def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
     if isinstance(result, torch.Tensor):
         if result.device.type == "meta":
             return result
-        address = result.untyped_storage().data_ptr() + result.storage_offset() * result.dtype.itemsize
+        try:
+            storage = result.untyped_storage().data_ptr()
+        except NotImplementedError:  # it has none, as a sparse tensor or one inside of torch.func.jvp
+            return result
+        address = storage + result.storage_offset() * result.dtype.itemsize
         for source in sources:
             block, base = source._allocation.block, source._allocation.heap.backend.base
             inside = base + block.offset <= address <= base + block.end
-            if inside and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            if inside and storage == source.untyped_storage().data_ptr():
                 return symmetric_over(result, source._allocation)
         return result
     if isinstance(result, (list, tuple)) and any(isinstance(r, torch.Tensor) for r in result):

@@ -30,8 +30,12 @@ _NO_ACCESS = frozenset(
     "__get__ __len__ size dim ndimension numel nelement stride element_size storage_offset data_ptr untyped_storage "
     "is_contiguous is_floating_point is_complex get_device requires_grad_ detach as_subclass view view_as as_strided "
     "select narrow unbind split chunk transpose swapaxes t permute movedim squeeze unsqueeze expand expand_as "
-    "unflatten diagonal unfold _is_view".split()
+    "unflatten diagonal unfold swapdims moveaxis adjoint tensor_split broadcast_to view_as_real view_as_complex set_ "
+    "resize_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ empty_like zeros_like ones_like "
+    "rand_like randn_like randint_like new_empty new_zeros new_ones is_pinned is_shared is_same_size _is_view".split()
 )
+# Nor do these where the tensor is contiguous: they return a view of it, or the tensor itself.
+_NO_ACCESS_CONTIGUOUS = frozenset("reshape reshape_as flatten ravel contiguous".split())
 
 # Torch functions that change their first argument and whose names do not end in one underscore.
 _CHANGES = frozenset(
@@ -53,11 +57,14 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def accesses(name: str, args: tuple) -> bool:
+def accesses(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the torch function `name` may read or write elements of its arguments."""
     if name == "__getitem__":  # a view, unless it is indexed by a tensor, a list or an array
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(i, (torch.Tensor, np.ndarray, list)) for i in index)
+    if name in _NO_ACCESS_CONTIGUOUS and args and isinstance(args[0], torch.Tensor) and "memory_format" not in kwargs:
+        with torch._C.DisableTorchFunctionSubclass():
+            return not args[0].is_contiguous()
     return name not in _NO_ACCESS
 
 
@@ -131,7 +138,7 @@ class Stream:
         tell the race detector which parts of the heap it reads and writes. Raises UseAfterFree."""
         m = self.m
         task = m.current
-        if task is None or not task.is_host or m.hosts[task.rank].waits or not accesses(name, args):
+        if task is None or not task.is_host or m.hosts[task.rank].waits or not accesses(name, args, kwargs):
             return
         if CompileContext.try_get() is not None:  # it asks for facts, under a lock for which no other rank may wait
             return

@@ -158,3 +158,40 @@ def table_of_addresses(world: Any) -> None:
 
 def test_reading_an_address_on_the_host_is_no_access() -> None:
     assert failures(table_of_addresses, 3, SEEDS) == {}
+
+
+DESCRIPTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "empty_like": lambda x: torch.empty_like(x),
+    "new_zeros": lambda x: x.new_zeros(3),
+    "reshape": lambda x: x.reshape(2, 4),
+    "flatten": lambda x: x.flatten(),
+    "contiguous": lambda x: x.contiguous(),
+    "tensor_split": lambda x: x.tensor_split(2),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "resize_": lambda x: x.resize_(4),
+}
+
+
+@pytest.mark.parametrize("how", DESCRIPTIONS)
+def test_a_view_or_a_new_tensor_of_the_same_shape_is_no_access(how: str) -> None:
+    def main(world: Any) -> None:
+        x = pkt.empty(8)
+        theirs = x.peer(1 - world.rank)
+        if world.rank == 0:
+            theirs.fill_(1.0)
+        else:
+            DESCRIPTIONS[how](x)
+
+    assert failures(main, 2, SEEDS) == {}
+
+
+def test_a_copy_of_what_is_not_contiguous_is_a_read() -> None:
+    def main(world: Any) -> None:
+        x = pkt.empty(4, 2)
+        theirs = x.peer(1 - world.rank)
+        if world.rank == 0:
+            theirs.fill_(1.0)
+        else:
+            x.t().reshape(-1)
+
+    assert set(failures(main, 2, SEEDS)) == set(SEEDS)

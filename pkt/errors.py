@@ -214,8 +214,8 @@ class HeapFull(PktError, MemoryError):
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
         what = f" for {name!r}" if name else ""
         text = (
-            f"{_who(rank)}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
-            f"{size_text(largest)}; raise heap= or PKT_HEAP"
+            f"{_who(rank)}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free, True)}, largest "
+            f"block {size_text(largest, True)}; raise heap= or PKT_HEAP"
         )
         return cls.of(text, nbytes=nbytes, free=free, largest=largest)
 

@@ -36,14 +36,14 @@ def call_text(what: str, value: Any) -> str:
     return f"{value}{what.removeprefix(FIRST_CALL)}" if what.startswith(FIRST_CALL) and value else what
 
 
-def size_text(nbytes: int) -> str:
-    """`536870912` -> `512 MiB`; exact below 1 KiB, otherwise at most one decimal."""
+def size_text(nbytes: int, down: bool = False) -> str:
+    """`536870912` -> `512 MiB`; exact below 1 KiB, otherwise at most one decimal, rounded down where asked for."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{int(value * 10) / 10 if down else value:.1f}".removesuffix(".0") + f" {unit}"
 
 
 # Notebooks give <pre> a proportional font, and a height of lines that cuts the frames of tables.

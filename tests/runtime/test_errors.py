@@ -47,6 +47,9 @@ BUILT = {
     errors.HeapFull.wanted(
         512 << 20, 600 << 20, 256 << 20
     ): "heap full: wanted 512 MiB, free 600 MiB, largest block 256 MiB; raise heap= or PKT_HEAP",
+    errors.HeapFull.wanted(
+        4 << 20, (4 << 20) - 8192, (4 << 20) - 8192
+    ): "heap full: wanted 4 MiB, free 3.9 MiB, largest block 3.9 MiB; raise heap= or PKT_HEAP",
     errors.PeerLost.exited(0, {3: "(pid 812) exited"}, "launch 41"): "rank 0: rank 3 (pid 812) exited during launch 41",
     errors.RankFailed.raised(1, "Traceback ...\nZeroDivisionError: x", seed=7): "rank 1 raised:\n\nTraceback",
     errors.Unsupported.captured(1, ("inbox", 4)): "rank 1: buffers ('inbox', 4): found a CUDA graph being captured",

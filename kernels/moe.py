@@ -143,6 +143,8 @@ def _check(
 
     def check_pair(names: tuple[str, str], first: Any, second: Any, result: int | str, *experts: int | str) -> None:
         check(names[0], first, (x.dtype,), *experts, x.shape[1], "N")
+        if experts and not first.shape[0]:
+            raise ShapeError.argument("moe", names[0], tuple(first.shape), "at least one expert on each rank", rank)
         if first.shape[-1] % columns:
             wanted = 'an even number of columns for activation "swiglu", gate and up in turn: pkt.interleave(gate, up)'
             raise ShapeError.argument("moe", names[0], tuple(first.shape), wanted, rank)

@@ -351,7 +351,7 @@ def _moe_wrong() -> Bad:
             DtypeError: (None, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int16)),
         },
         "topk_weights": _dispatch_wrong()["topk_weights"],
-        "w1": {ShapeError: (w1[0], w1[:, :7], w1[..., :11]), DtypeError: (None, w1.half())},
+        "w1": {ShapeError: (w1[0], w1[:0], w1[:, :7], w1[..., :11]), DtypeError: (None, w1.half())},
         "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1]), DtypeError: (None, w2.half())},
         "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"])},
         "shared": {

@@ -44,7 +44,8 @@ def check_promise(call: Call, name: str, promised: int | None) -> None:
         found = f"{call.sizes['t']} tokens of this rank"
         if "tokens_per_rank" not in call.given:
             raise call.refuse(name, found, f"at most {promised}: promise more, as tokens_per_rank")
-        raise call.refuse(name, found, f"at most tokens_per_rank={promised}: promise more, or take another mode")
+        other = "" if call.world.nodes > 1 else ", or take another mode"
+        raise call.refuse(name, found, f"at most tokens_per_rank={promised}: promise more{other}")
 
 
 class Dispatched(NamedTuple):

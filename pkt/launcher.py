@@ -40,7 +40,7 @@ def launch(
     from pkt.runtime.processes.transport import timeout_seconds  # here, because importing pkt should load little
 
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")
+        raise ShapeError.argument("pkt.launch", "ranks", repr(ranks), "an integer from 1")
     check_function("pkt.launch", fn, args)
     check_flags("pkt.launch", multicast=multicast)
     seconds = timeout_seconds(timeout, "pkt.launch")
@@ -55,7 +55,7 @@ def launch(
         raise Unsupported.here("pkt.launch", f"found device {device!r}", 'wanted "cuda" or "cpu"')
     if node_size is not None:
         if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1 or ranks % node_size:
-            raise ShapeError.argument("pkt.launch", "node_size", node_size, f"a divisor of the {ranks} ranks")
+            raise ShapeError.argument("pkt.launch", "node_size", repr(node_size), f"a divisor of the {ranks} ranks")
     from pkt.runtime.gpu.sharing import may_share
 
     found = torch.cuda.device_count()

@@ -501,6 +501,8 @@ class Workspace(Scope):
 
     def __init__(self, world: World | None = None) -> None:
         """world: the current one where None."""
+        if world is not None and not isinstance(world, World):
+            raise DtypeError.argument("pkt.Workspace", "world", type(world).__name__, "a pkt.World")
         self.world = world or current_world("pkt.Workspace")
         super().__init__(self.world.heap)
         numbers = self.world.lasting.setdefault(_NUMBERS, itertools.count(1))

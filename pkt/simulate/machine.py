@@ -50,7 +50,7 @@ _NO_GPU = "A simulation has no GPU: take the device from world.torch_device, and
 def check_count(call: str, name: str, value: Any) -> None:
     """Raise ShapeError unless `value` is an integer from 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError.argument(call, name, value, "an integer from 1")
+        raise ShapeError.argument(call, name, repr(value), "an integer from 1")
 
 
 class Machine:

@@ -45,3 +45,17 @@ def test_launch_with_a_wrong_heap_starts_no_process(one_gpu, monkeypatch):
     with pytest.raises(ShapeError, match="heap= or PKT_HEAP"):
         pkt.launch(print, ranks=1, heap="much")
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout": "soon"}, "timeout: found 'soon', wanted seconds: a number above 0"),
+        ({"timeout": -1}, "timeout: found -1"),
+        ({"ranks": "2"}, "ranks: found '2', wanted an integer from 1"),
+        ({"node_size": "1"}, "node_size: found '1', wanted an integer from 1"),
+    ],
+)
+def test_a_simulation_refuses_what_a_launch_on_gpus_refuses(given, said):
+    with pytest.raises(ShapeError, match=said):
+        pkt.launch(print, device="cpu", **given)

@@ -146,7 +146,7 @@ def _like(factory: Callable[..., SymmetricTensor], filled: Callable[..., torch.T
         name: str | None = None,
         world: World | None = None,
     ) -> SymmetricTensor:
-        shape = (tuple(x.shape),)
+        shape = (_shape_of(call, x, world),)
         return _make(call, filled, shape, dtype or x.dtype, name, world, fill=fill, generator=generator)
 
     like.__name__ = like.__qualname__ = call
@@ -170,7 +170,7 @@ def full_like(
     world: World | None = None,
 ) -> SymmetricTensor:
     """`full` with the shape and dtype of `x`."""
-    return _make("full_like", torch.full, (tuple(x.shape), fill_value), dtype or x.dtype, name, world)
+    return _make("full_like", torch.full, (_shape_of("full_like", x, world), fill_value), dtype or x.dtype, name, world)
 
 
 def randint_like(
@@ -186,7 +186,7 @@ def randint_like(
     """`randint` with the shape and dtype of `x`."""
     if high <= low:
         raise _refused("randint_like", "low and high", (low, high), "low < high", world)
-    args = (low, high, tuple(x.shape))
+    args = (low, high, _shape_of("randint_like", x, world))
     return _make("randint_like", torch.randint, args, dtype or x.dtype, name, world, generator=generator)
 
 
@@ -221,6 +221,13 @@ def _refused(call: str, name: str, found: Any, wanted: str, world: World | None)
     """The error to raise for argument `name`."""
     rank = (world or current_world(f"pkt.{call}")).rank
     return ShapeError.argument(call, name, found, wanted, rank)
+
+
+def _shape_of(call: str, x: torch.Tensor, world: World | None) -> tuple[int, ...]:
+    if not isinstance(x, torch.Tensor):
+        rank = (world or current_world(f"pkt.{call}")).rank
+        raise DtypeError.argument(call, "x", f"{type(x).__name__} {x!r:.40}", "a tensor", rank)
+    return tuple(x.shape)
 
 
 def _shape(call: str, size: tuple[Any, ...], world: World | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import only_compiling
 from pkt.tune.search import MOST, Model, Search
-from pkt.tune.target import Call, Check, Target, key_of, plain_key
+from pkt.tune.target import Call, Check, Target, key_of, names_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.tuner import Bucket, Plan, Prune, known, tuned
 from pkt.tune.votes import case_text
@@ -46,7 +46,8 @@ def autotune(
     called; another case raises Unsupported.
     """
     found = configs_of("pkt.autotune", configs)
-    plan = Plan(found, tuple(key), bucket or {}, prune, model, check, tuple(restore), most, timer)
+    keys, kept = names_of("pkt.autotune", "key", key), names_of("pkt.autotune", "restore", restore)
+    plan = Plan(found, keys, bucket or {}, prune, model, check, kept, most, timer)
     return lambda fn: Autotuned(fn, plan)
 
 

@@ -23,6 +23,13 @@ Check = Callable[[Mapping[str, Any], Any], bool]
 """check(arguments by name, returned value) -> whether both are right after a run. A kernel returns None."""
 
 
+def names_of(call: str, name: str, names: Any) -> tuple[str, ...]:
+    """The names in argument `name`. Raises ShapeError for one string, whose letters would be names, and for no list."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ShapeError.argument(call, name, repr(names), 'a list of names, as in ["M", "N"]')
+    return tuple(names)
+
+
 class Target:
     """A kernel or a function, inspected once."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pkt.errors import ShapeError
 from pkt.kernels.operator import named
 from pkt.model.config import NCCL, UNFUSED, Config, configs_of, nccl_wanted
 from pkt.runtime.world import World
@@ -13,7 +14,7 @@ from pkt.tune import cache
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
 from pkt.tune.tables import nearest
-from pkt.tune.target import Call, Check, Target, key_of, plain_key
+from pkt.tune.target import Call, Check, Target, key_of, names_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.votes import settle
 
@@ -37,6 +38,10 @@ class Plan:
     most: float = MOST
     timer: Callable[[World], Timer] = timer_of
     by_name: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.most, bool) or not isinstance(self.most, (int, float)) or not 0 <= self.most <= 1:
+            raise ShapeError.argument("a search", "most", repr(self.most), "a share of the candidates, from 0 to 1")
 
     def candidates(self, call: Call) -> Sequence[Config]:
         """The configs that `prune` leaves for a call."""
@@ -88,9 +93,10 @@ def tune(
     ShapeError, DtypeError.
     """
     target = Target(what, "pkt.tune.tune")
+    restore = names_of(target.call, "restore", restore)
     target.check_names("restore", restore)
     arguments = target.arguments(args, named)
-    names = () if isinstance(key, Mapping) else tuple(key)
+    names = () if isinstance(key, Mapping) else names_of(target.call, "key", key)
     if isinstance(key, Mapping):
         case = plain_key(target.call, key, bucket)
     else:

@@ -1,5 +1,6 @@
 """@pkt.autotune in the simulator and on threads: cases, buckets, graphs, and what is refused."""
 
+import math
 import threading
 
 import pytest
@@ -303,6 +304,13 @@ def test_wrong_arguments_are_refused_when_decorated():
         pkt.autotune([])(scale_kernel)
     with pytest.raises(ShapeError, match="wanted a @triton.jit kernel or a function"):
         pkt.autotune([{"BLOCK": 8}])(5)
+    with pytest.raises(ShapeError, match=r"key: found 'n', wanted a list of names"):
+        pkt.autotune([{"BLOCK": 8}], key="n")(scale_kernel)
+    with pytest.raises(ShapeError, match=r"restore: found 5, wanted a list of names"):
+        pkt.autotune([{"BLOCK": 8}], restore=5)(scale_kernel)
+    for most in (-1, 2, math.nan, "all"):
+        with pytest.raises(ShapeError, match="most: found .*, wanted a share of the candidates, from 0 to 1"):
+            pkt.autotune([{"BLOCK": 8}], most=most)
 
 
 def test_wrong_arguments_are_refused_when_called():

@@ -137,10 +137,10 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         from pkt.simulate.skipped import quicker, skipping  # here, because importing pkt should load little
 
         if whole:
-            said = io.StringIO()  # where ptxas fails, all of its input
-            with quicker(), contextlib.redirect_stdout(said):
+            output = io.StringIO()  # where ptxas fails, all of its input
+            with quicker(), contextlib.redirect_stdout(output):
                 compiled = kernel.compile(source, target=known.target, options=options.__dict__)
-            print(said.getvalue(), end="")  # of tl.static_print
+            print(output.getvalue(), end="")  # of tl.static_print
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
         # Its checks of additions are many operations, and none can be refused.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import pytest
@@ -374,7 +375,7 @@ def test_ranks_that_compile_do_not_wait_for_each_other() -> None:
     as after many reads of the same words."""
 
     def run(world: Any) -> None:
-        with pytest.raises(Exception):  # noqa: B017
+        with contextlib.suppress(TypeError):  # torch's, of a symmetric tensor in a graph that it breaks
             torch.compile(lambda x: pkt.all_gather(x), backend="eager")(pkt.full(4, 1.0 + world.rank))
 
     on_ranks(2, run)

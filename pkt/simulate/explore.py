@@ -184,8 +184,8 @@ def simulate(
     check_flags("pkt.simulate", **({} if progress is None else {"progress": progress}))
     todo: Sequence[int] = []
     with suppress(TypeError):
-        todo = range(seeds) if type(seeds) is int else list(seeds)  # type: ignore[arg-type]
-    if not todo or not (type(seeds) is int or all(type(seed) is int for seed in todo)):
+        todo = range(seeds) if isinstance(seeds, int) else list(seeds)
+    if type(seeds) is bool or not todo or not (isinstance(seeds, int) or all(type(seed) is int for seed in todo)):
         raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
     if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
         raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")

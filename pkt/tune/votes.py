@@ -50,7 +50,7 @@ class Votes:
                 self.world.synchronize()  # raises if waits were cut short, because such a world cannot go on
             said = self.world.backend.exchange([value, failed, self.interrupts.asked], self._call)
         except PktError as lost:
-            # After a CollectiveMismatch there is no connection for the exchange, whose error would hide it.
+            # A CollectiveMismatch closes the connections: the exchange fails, too, and its error would hide that one.
             ended = error if isinstance(error, CollectiveMismatch) else lost
             ended.add_note(f"rank {self.world.rank} was {self._call}: {doing}")
             raise ended from (error if ended is lost else None)

@@ -58,7 +58,7 @@ LEAST_SIDE = 16
 MOST_ROWS, MOST_SUMS = 64, 1 << 14
 """Of a unit: rows, and rows times columns of a value. With more, the kernel spills registers."""
 MOST_AN_SM = 32
-"""Programs, whatever their size."""
+"""Programs that an SM of sm_90 and sm_100 takes, however small they are."""
 STAGE_BYTES = 32 << 10
 """Bytes of a cache that a program loads at a time if every query head has its own keys; twice as many otherwise."""
 REGISTERS = 1 << 16
@@ -187,7 +187,8 @@ def warps_of(call: Call, name: str, value: Any) -> Any:
 
 
 def resident_programs(call: Call, name: str, value: Any) -> Any:
-    """The check of the keyword `programs`: no more than run at once. A kernel with large programs may allow fewer."""
+    """The check of the keyword `programs`: no more than may run at once. Of large programs fewer fit, as the launch
+    says."""
     return integer(1, several(call, MOST_AN_SM, call.world.num_sms))(call, name, value)
 
 

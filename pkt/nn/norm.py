@@ -34,7 +34,7 @@ class SequenceParallel:
             self._parameters.update(own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For `copy` and `pickle`, which find no class by the name of this one."""
+        """For `copy` and `pickle`, which cannot find this class by its name."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         _, (kind, *given), *state = reduced
         return _new, (kind.__bases__[1], *given), *state

@@ -25,8 +25,8 @@ UNSURE = 512
 # The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
 # in spite of the turns that `whose_turn` gives.
 CONTENDED = 32
-# Reads by host code, all like earlier ones, after which it counts as stuck. So many, because its loop may end by what
-# `sites.host_state` does not see.
+# Host code counts as stuck after so many reads in a row that are all like earlier ones. The number is high, because the
+# loop may end by something that `sites.host_state` does not see.
 HOST_POLLS = 4096
 _MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`

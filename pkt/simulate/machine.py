@@ -100,7 +100,7 @@ class Machine:
         self.compile = compile
         self.usage: dict[Usage, None] = {}  # of the compiled kernels, in the order of their first launches
         self.taken = Taken()
-        self.mapped: dict[tuple[int, int], Any] = {}  # (rank, offset) -> memory that its host code has yet to ask for
+        self.mapped: dict[tuple[int, int], Any] = {}  # (rank, offset) -> memory that another rank has mapped for it
         self.binding = False  # Triton reads the arguments of a launch
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []

@@ -36,7 +36,7 @@ from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
 from ..shared import few_rows, gluon_fits, nodes, nodes_product_rules, product_rules, products, unfused
-from ..shared.nodes_products import NUM_COMM_SMS
+from ..shared.nodes_products import gathering_sms
 from ..shared.replays import in_one_call
 from ..shared.tile_product import (
     GatedEpilogue,
@@ -311,6 +311,10 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+def _gathering(call: Call) -> int:
+    return gathering_sms(call.world.node_size)
+
+
 def _chunk(call: Call) -> int:
     return CHUNKS["columns" if products.by_columns(call) else "rows"]
 
@@ -368,7 +372,7 @@ OPERATOR = Operator(
             "some programs gather as all_gather does, the others compute: tiles of this rank's rows first, then of its "
             "node's, then of far nodes'",
             "(N - 1) |a| over the network, (W - N) |a| in the node",
-            settings={"num_comm_sms": NUM_COMM_SMS, "push_rows": 0, **TILES}, several=over_nodes.several,
+            settings={"num_comm_sms": _gathering, "push_rows": 0, **TILES}, several=over_nodes.several,
             complete=_from_one, fits=nodes.fits,
             space=nodes_product_rules.gather_space, seconds=nodes_product_rules.gather_seconds,
             small={"num_comm_sms": 1, "push_rows": 1, **products.SMALL},

@@ -17,7 +17,7 @@ from pkt.model.gpu import Gpu
 from pkt.model.network import TwoLinks
 
 from . import product_rules as rules
-from .nodes_products import NUM_COMM_SMS
+from .nodes_products import NUM_COMM_SMS, gathering_sms
 from .nodes_rules import Key, Sizes, gather, scatter
 
 
@@ -45,7 +45,8 @@ def _rows(key: Key) -> int:
 def gather_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     """Of all_gather_matmul: some programs gather, the others compute. The tiles of the last pieces remain when those
     have come."""
-    case, num_comm = rules.plain_product(config, key, _rows(key), key["K"], key["N"]), _num_comm(config)
+    case = rules.plain_product(config, key, _rows(key), key["K"], key["N"])
+    num_comm = _num_comm(config, gathering_sms(key["node_size"]))
     moved = gather(Sizes(key, gpu, case.m * case.K * case.itemsize, num_comm))
     return _beside(case, moved, num_comm, case.seconds(gpu, plain=True) + moved.exposed, gpu)
 
@@ -68,14 +69,14 @@ def reduce_seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> TwoLinks:
     )  # fmt: skip
 
 
-def _num_comm(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_comm_sms", NUM_COMM_SMS))
+def _num_comm(config: Mapping[str, Any], default: int) -> int:
+    return int(config.get("num_comm_sms", default))
 
 
 def _scattered(case: Product, config: Mapping[str, Any], key: Key, gpu: Gpu, *, answered: bool) -> TwoLinks:
     """A tile must be there before anything leaves. The last tile is added up when it has come. Where each rank is a
     node, the programs that compute send."""
-    num_comm = _num_comm(config) if key["node_size"] > 1 else None
+    num_comm = _num_comm(config, NUM_COMM_SMS) if key["node_size"] > 1 else None
     tile = case.block_m * case.block_n * case.itemsize
     moved = scatter(Sizes(key, gpu, case.m * case.N * case.itemsize, num_comm, tile), answered)
     return _beside(case, moved, num_comm, case.seconds(gpu, plain=True) + moved.exposed, gpu)

@@ -448,7 +448,8 @@ OPERATOR = Operator(
             "6 (W - 1) rows E", settings=SETTINGS, small=SMALL,
         ),
         "waits": Form(
-            _waits, "two launches, the second puts results in such words and merges rows as they come, no barrier",
+            in_one_call(_waits),
+            "two launches, the second puts results in such words and merges rows as they come, no barrier",
             "6 (W - 1) rows E", settings=SETTINGS, small=SMALL,
         ),
         "unfused": Form(

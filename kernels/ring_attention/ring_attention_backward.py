@@ -26,7 +26,6 @@ fp32 some do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -46,6 +45,7 @@ from ..shared import attention
 from ..shared.attention import Tiles
 from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, num_programs
+from ..shared.replays import with_memory
 from . import rules
 from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .exact_backward import bound, reference
@@ -197,7 +197,6 @@ def _fused(call: Call) -> Launch:
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
     device = world.torch_device
     positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
-    new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
     of_parts = beside_launch(world, keys_kernel, (b * pieces * world.size,), **key_tiles.options)
@@ -205,9 +204,8 @@ def _fused(call: Call) -> Launch:
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
         out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
-        dv: torch.Tensor,
+        dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
-        rows = new_rows()
         documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
         of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
         tensors = q, k, v, dout, documents, rows, out, dk, dv
@@ -217,7 +215,7 @@ def _fused(call: Call) -> Launch:
         add(of_keys, world.device)
         return out, dk, dv
 
-    return launch
+    return with_memory(world, launch, [((2, b, h, s), torch.float32)])
 
 
 # ------------------------------------------------------------------------------------------------------ declaration

@@ -224,6 +224,11 @@ def test_factories_equal_those_of_torch(ranks):
         (lambda: pkt.randint(5), ShapeError, "(low, high, size) or (high, size)"),
         (lambda: pkt.arange(0, 5, -1), ShapeError, "a step that leads from start to end"),
         (lambda: pkt.zeros_like(5), DtypeError, "rank 0: zeros_like: x: found int 5, wanted a tensor"),
+        (
+            lambda: pkt.full(3, 300, dtype=torch.uint8),
+            DtypeError,
+            "rank 0: full: arguments: found ((3,), 300), wanted what torch.full takes (value cannot be converted",
+        ),
         (lambda: pkt.full_like([5], 1), DtypeError, "rank 0: full_like: x: found list [5], wanted a tensor"),
         (lambda: pkt.Workspace(5), DtypeError, "pkt.Workspace: world: found int, wanted a pkt.World"),
         (lambda: pkt.signals(0), ShapeError, "rank 0: signals: n: found 0, wanted at least 1"),

@@ -265,6 +265,8 @@ def _make(
     if fill and kind == "data":
         try:  # torch knows the shape and dtype of its factory's result, and refuses wrong arguments
             meta = like(*args, dtype=dtype, device="meta")
+            if like is torch.full:  # on "meta" every number fits every dtype
+                torch.full((), args[1], dtype=dtype, device="cpu")
         except (RuntimeError, TypeError, ValueError) as error:
             wanted = f"what torch.{like.__name__} takes ({error})"
             raise DtypeError.argument(call, "arguments", args, wanted, world.rank) from error

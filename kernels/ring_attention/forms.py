@@ -51,7 +51,6 @@ from .planning import (
     CHUNK,
     NUM_COMM_SMS,
     Plan,
-    from_one,
     of_heads,
     planned,
     shape_of,
@@ -285,16 +284,16 @@ OPERATOR = Operator(
     result=shape_of,
     also={"lse": Operand(of_heads, (torch.float32,))},
     arguments={**ARGUMENTS, "return_lse": flag},
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles},
+    settings={"num_comm_sms": integer(1), "chunk": integer(1), "tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others attend to what has arrived", "2 (W - 1) |k|",
-            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, **TILES}, complete=from_one,
+            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, **TILES},
             small={"num_comm_sms": 1, "chunk": 16, **SMALL},
         ),
         "copy": Form(
             in_one_call(_copied), "push by the copy engines, on a stream of its own", "2 (W - 1) |k|",
-            settings={"chunk": CHUNK, **TILES}, complete=from_one, small={"chunk": 16, **SMALL},
+            settings={"chunk": CHUNK, **TILES}, small={"chunk": 16, **SMALL},
         ),
         "unfused": Form(
             in_one_call(_unfused), "`pkt.all_gather` of keys and values, then the kernel without waits",

@@ -47,14 +47,6 @@ def of_heads(call: Call) -> str:
     return "b h s" if call["cu_seqlens"] is None else "h s"
 
 
-def from_one(call: Call) -> dict[str, Any]:
-    """Settings for which 0 has no meaning."""
-    for name in ("num_comm_sms", "chunk"):
-        if name in call.settings and call[name] < 1:
-            raise call.refuse(name, call[name], "at least 1")
-    return call.settings
-
-
 # ----------------------------------------------------------------------------------------------------------- host
 class Plan(NamedTuple):
     """What the forms' plans have in common."""

@@ -55,7 +55,6 @@ from .planning import (
     CHUNK,
     NUM_COMM_SMS,
     Plan,
-    from_one,
     of_heads,
     planned,
     shape_of,
@@ -243,13 +242,13 @@ OPERATOR = Operator(
     result=_shape,
     also={"dk": Operand(of_keys), "dv": Operand(of_keys)},
     arguments=ARGUMENTS,
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles, "key_tiles": attention.tiles},
+    settings={"num_comm_sms": integer(1), "chunk": integer(1), "tiles": attention.tiles, "key_tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others send parts of their gradients to the owners",
             "2 (W - 1) |k|, and in fp32 as many elements",
             settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
-            complete=from_one, small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
+            small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
         "parts": Form(
             planned_backward, "copies by the copy engines, torch's gradients of each rank's keys, then sums",

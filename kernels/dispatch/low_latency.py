@@ -19,7 +19,7 @@ import pkt.language as pl
 from pkt.language import ptx, sync
 
 from ..shared import packing
-from . import choices, scales, words
+from . import choices, empty_rows, words
 
 
 @triton.jit
@@ -212,14 +212,14 @@ def fill(total, starts, sent, to, p, world):
         begin = tl.sum(tl.where(e == expert, starts + total, 0), 0)
         end = tl.sum(tl.where(e == expert, starts + padded, 0), 0)
         for row in range(begin, tl.where(fits, end, begin)):
-            _clear(row, to, p)
-            _nobodys(row + tl.arange(0, 1), row + 1, to)
+            empty_rows.clear(row, to, p, MANY)
+            empty_rows.mark(row + tl.arange(0, 1), row + 1, to)
     end = tl.where(fits, tl.sum(padded, 0), 0)
     for start in range(end + pid * MANY, p.R, programs * MANY):
-        _nobodys(start + tl.arange(0, MANY), p.R, to)
+        empty_rows.mark(start + tl.arange(0, MANY), p.R, to)
     if p.CLEAR:
         for row in range(end + pid, p.R, programs):
-            _clear(row, to, p)
+            empty_rows.clear(row, to, p, MANY)
     chunks = tl.cdiv(sent, p.CHUNK)
     k = tl.arange(0, p.K2)[None, :]
     for source in range(pid, world.size, programs):  # the rest of each rank's last chunk
@@ -235,25 +235,6 @@ def fill(total, starts, sent, to, p, world):
     for start in range(begin + pid * MANY, entries, programs * MANY):
         at = start + tl.arange(0, MANY)
         tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < entries)
-
-
-@triton.jit
-def _clear(row, to, p):
-    """Zeros for a row."""
-    MANY: tl.constexpr = 1024
-    for col in range(0, p.H, MANY):
-        cols = col + tl.arange(0, MANY)
-        zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
-        tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
-    if p.SCALED:
-        scales.clear(row, to, p)
-
-
-@triton.jit
-def _nobodys(rows, end, to):
-    tl.store(to.weights + rows, tl.zeros_like(rows).to(tl.float32), mask=rows < end)
-    for i in tl.static_range(3):
-        tl.store(to.source + 3 * tl.cast(rows, tl.int64) + i, tl.zeros_like(rows) - 1, mask=rows < end)
 
 
 @triton.jit

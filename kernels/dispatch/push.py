@@ -20,7 +20,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.language import ptx
 
-from . import arrivals, choices, numbering, scales, sorting, totals
+from . import arrivals, choices, empty_rows, numbering, scales, sorting, totals
 
 
 @triton.jit
@@ -231,16 +231,16 @@ def fill(half, room, first, step, to, arrived, p, world):
     for expert in range(first, p.OWN, step):
         start = tl.load(to.offsets + expert) + tl.load(to.counts + expert)
         for row in range(start, tl.load(to.offsets + expert + 1)):
-            _clear(row, to, p)
-            _nobodys(row + tl.arange(0, 1), row + 1, to)
+            empty_rows.clear(row, to, p, MANY)
+            empty_rows.mark(row + tl.arange(0, 1), row + 1, to)
             if arrived is not None:
                 arrivals.tell(row + tl.arange(0, 1), arrived, world)
     end = tl.load(to.offsets + p.OWN)
     for start in range(end + first * MANY, p.R, step * MANY):
-        _nobodys(start + tl.arange(0, MANY), p.R, to)
+        empty_rows.mark(start + tl.arange(0, MANY), p.R, to)
     if p.CLEAR:
         for row in range(end + first, p.R, step):
-            _clear(row, to, p)
+            empty_rows.clear(row, to, p, MANY)
     chunks = tl.sum(tl.cdiv(totals.received(totals.sent(half, p, world), rank), p.CHUNK), 0)
     if not totals.fits(room, rank, world):
         chunks = 0
@@ -248,22 +248,3 @@ def fill(half, room, first, step, to, arrived, p, world):
     for start in range(begin + first * MANY, tl.cast(p.S, tl.int64) * p.K, step * MANY):
         at = start + tl.arange(0, MANY)
         tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < tl.cast(p.S, tl.int64) * p.K)
-
-
-@triton.jit
-def _clear(row, to, p):
-    """Zeros for a row."""
-    MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
-    for col in range(0, p.H, MANY):
-        cols = col + tl.arange(0, MANY)
-        zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
-        tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
-    if p.SCALED:
-        scales.clear(row, to, p)
-
-
-@triton.jit
-def _nobodys(rows, end, to):
-    tl.store(to.weights + rows, tl.zeros_like(rows).to(tl.float32), mask=rows < end)
-    for i in tl.static_range(3):
-        tl.store(to.source + 3 * tl.cast(rows, tl.int64) + i, tl.zeros_like(rows) - 1, mask=rows < end)

@@ -33,7 +33,7 @@ from .declaration import Call, Case, Form, Launch, Operand, integer, number
 from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import heads, products, rms_norm, rotary
-from .shared.checks import FLOATS, check_tensor
+from .shared.checks import FLOATS, symmetric_out
 from .shared.grid import COPY_BYTES, num_programs
 from .shared.heads import Matrix
 from .shared.replays import with_product
@@ -291,14 +291,6 @@ def _whole_heads(call: Call) -> dict[str, Any]:
     return call.settings
 
 
-def _agrees(call: Call) -> dict[str, Any]:
-    """Whether the ranks' results are symmetric, and where in the heap."""
-    if not _direct(call):
-        return {"out": None}
-    check_tensor(call.name, "out", call["out"], call.world, peers=True)
-    return {"out": call["out"]}
-
-
 def _turns(call: Call) -> bool:
     """Whether some heads are normed or rotated."""
     return call["norm"] is not None or call["cos"] is not None
@@ -416,12 +408,12 @@ OPERATOR = Operator(
     settings={"tiles": products.tiles},
     forms={
         "push": Form(
-            _push, "tiles go to the rank of their heads as they are finished", MOVES, agrees=_agrees, small=SMALL,
+            _push, "tiles go to the rank of their heads as they are finished", MOVES, agrees=symmetric_out, small=SMALL,
             settings={"tiles": _tiles}, fits=_fits_a_tile, complete=_whole_heads,
             seconds=heads.seconds_pushed_tiles,
         ),
         "unfused": Form(
-            _unfused, "torch's product, then `pkt.all_to_all`", MOVES, agrees=_agrees,
+            _unfused, "torch's product, then `pkt.all_to_all`", MOVES, agrees=symmetric_out,
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_columns),
         ),
     },

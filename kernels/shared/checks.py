@@ -12,6 +12,8 @@ from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
+from ..declaration import Call
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """What reduces and multiplies; every one accumulates in fp32."""
 NUMBERS = (*FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -124,6 +126,15 @@ def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, pla
         shared = f"{name} itself" if x.nbytes == out.nbytes else "this rank's part"
         wanted = "memory of its own" + ("" if place is None else f", or {shared}")
         raise ShapeError.argument(call, "out", f"a tensor {start} bytes from {name}", wanted, world.rank)
+
+
+def symmetric_out(call: Call) -> dict[str, Any]:
+    """`Form.agrees` where peers store into a symmetric `out`: its place in the heap; None where `out` is plain."""
+    out = call.tensors["out"]
+    if not isinstance(out, SymmetricTensor):
+        return {"out": None}
+    check_tensor(call.name, "out", out, call.world, peers=True)
+    return {"out": out}
 
 
 def aligned(*tensors: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
 from . import flagged
-from .checks import aligned, check_tensor
+from .checks import aligned, symmetric_out
 from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
 from .products import by_columns, in_turn
@@ -155,10 +155,7 @@ def in_place(call: Call) -> bool:
 
 def agreed_out(call: Call) -> dict[str, Any]:
     """`agrees` of the forms that may reduce in place: whether they do, and where in the heap."""
-    if not in_place(call):
-        return {"out": None}
-    check_tensor(call.name, "out", call["out"], call.world, peers=True)
-    return {"out": call["out"]}
+    return symmetric_out(call) if in_place(call) else {"out": None}
 
 
 # --------------------------------------------------------------------------------------------------- what they share

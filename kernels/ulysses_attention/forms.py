@@ -44,7 +44,7 @@ from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..ring_attention import exact, sequence
 from ..shared import attention
-from ..shared.checks import FLOATS, check_tensor
+from ..shared.checks import FLOATS, symmetric_out
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from . import rules
 from .groups import again, copied, window
@@ -174,14 +174,6 @@ def _settled(call: Call) -> dict[str, Any]:
         wanted = f"a divisor of {held.queries} and a divisor or a multiple of {held.sharing}"
         raise call.refuse("heads", call["heads"], wanted)
     return call.settings
-
-
-def _agrees(call: Call) -> dict[str, Any]:
-    """Whether the ranks' results are symmetric, and where in the heap."""
-    if not isinstance(call.tensors["out"], SymmetricTensor):
-        return {"out": None}
-    check_tensor(call.name, "out", call["out"], call.world, peers=True)
-    return {"out": call["out"]}
 
 
 # ----------------------------------------------------------------------------------------------------------- host
@@ -326,19 +318,19 @@ OPERATOR = Operator(
     forms={
         "push": Form(
             _push, "some programs push groups of heads, the others attend to those that have arrived",
-            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees, complete=_settled, small=SMALL,
+            "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, small=SMALL,
             settings={
                 "num_comm_sms": NUM_COMM_SMS, "heads": default_heads, "chunk": CHUNK, "tiles": default_tiles,
             },
         ),
         "copy": Form(
             _copied, "copy engines push groups of heads, torch attends to each that has arrived",
-            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees, complete=_settled, small={"heads": 1},
+            "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, small={"heads": 1},
             settings={"heads": rules.default_heads},
         ),
         "unfused": Form(
             _unfused, "`pkt.all_to_all` of q, k and v, torch's attention, and `pkt.all_to_all` back",
-            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees,
+            "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out,
         ),
     },
     default=rules.default,

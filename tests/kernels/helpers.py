@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import pkt
@@ -76,6 +77,16 @@ def assert_within(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor,
     error = (found.double() - exact).abs()
     worst = (error / bound.clamp_min(1e-300)).max().item() if error.numel() else 0.0
     assert (error <= bound).all(), f"{what}: error {worst:.2f} times the bound, {error.max():.3g} at most"
+
+
+def assert_raises(error: type[Exception], match: str, call: Callable[[Any], Any]) -> None:
+    """Assert that `call(world)` raises `error` on two ranks."""
+    with pytest.raises(error, match=match):
+        on_ranks(2, call)
+
+
+def assert_same_on_all(results: Sequence[torch.Tensor]) -> None:
+    assert all(torch.equal(r, results[0]) for r in results)
 
 
 def sum_bound(parts: Sequence[torch.Tensor]) -> torch.Tensor:

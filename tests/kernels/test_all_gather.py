@@ -11,7 +11,7 @@ import pkt
 from pkt.kernels.all_gather import OPERATOR, all_gather, reference
 from pkt.kernels.shared import flagged
 
-from .helpers import LAUNCHES, inputs, on_ranks
+from .helpers import LAUNCHES, assert_raises, inputs, on_ranks
 
 MODES = tuple(OPERATOR.forms)
 
@@ -93,18 +93,15 @@ def test_small_shards_are_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, call: Any) -> None:
-    with pytest.raises(error, match=match):
-        on_ranks(2, call)
-
-
 def test_dimensions() -> None:
-    bad(
+    assert_raises(
         pkt.ShapeError,
         r"dim: found 2, wanted an axis from -2 to 1 of \(4, 3\)",
         lambda w: all_gather(pkt.empty(4, 3), dim=2),
     )
-    bad(pkt.ShapeError, "dim: found '0', wanted an axis from -2 to 1", lambda w: all_gather(pkt.empty(4, 3), dim="0"))
+    assert_raises(
+        pkt.ShapeError, "dim: found '0', wanted an axis from -2 to 1", lambda w: all_gather(pkt.empty(4, 3), dim="0")
+    )
 
 
 def test_memory_that_is_shared_in_part() -> None:
@@ -112,19 +109,21 @@ def test_memory_that_is_shared_in_part() -> None:
         out = pkt.empty(world.size * 4)
         all_gather(out[4 * (1 - world.rank) :][:4], out)  # the other rank's place
 
-    bad(pkt.ShapeError, "out: found a tensor .* bytes from x, wanted memory of its own, or this rank's part", beside)
+    assert_raises(
+        pkt.ShapeError, "out: found a tensor .* bytes from x, wanted memory of its own, or this rank's part", beside
+    )
 
     def pulled(world: Any) -> None:
         out = pkt.empty(world.size * 4)
         all_gather(out[:4], out, mode="pull")
 
-    bad(pkt.ShapeError, "wanted memory of its own$", pulled)
+    assert_raises(pkt.ShapeError, "wanted memory of its own$", pulled)
 
     def columns(world: Any) -> None:
         out = pkt.empty(4, world.size * 4)
         all_gather(out.view(-1)[:16].view(4, 4), out, dim=1)  # not a place of the result
 
-    bad(pkt.ShapeError, "wanted memory of its own$", columns)
+    assert_raises(pkt.ShapeError, "wanted memory of its own$", columns)
 
 
 def test_ranks_whose_x_is_elsewhere_in_the_heap() -> None:
@@ -132,4 +131,4 @@ def test_ranks_whose_x_is_elsewhere_in_the_heap() -> None:
         x = pkt.empty(8)
         all_gather(x[world.rank :][:4], mode="pull")  # peers would read another part of x
 
-    bad(pkt.CollectiveMismatch, "heap offset", offsets)
+    assert_raises(pkt.CollectiveMismatch, "heap offset", offsets)

@@ -14,7 +14,17 @@ from pkt.kernels.all_reduce import OPERATOR, TWO_SHOT_PUSH_BYTES, Op, all_reduce
 from pkt.kernels.shared import flagged, grid, inbox
 from tests.runtime.eager_worlds import Rank, eager_worlds
 
-from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
+from .helpers import (
+    DTYPES,
+    LAUNCHES,
+    SEEDS,
+    assert_raises,
+    assert_same_on_all,
+    assert_within,
+    inputs,
+    on_ranks,
+    sum_bound,
+)
 
 MODES = tuple(OPERATOR.forms)
 FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # (mode, whether there is a switch)
@@ -42,10 +52,6 @@ def reduces(
     return got.plain().clone()
 
 
-def same_on_all(results: list[torch.Tensor]) -> None:
-    assert all(torch.equal(r, results[0]) for r in results)
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("mode", "multicast"), FORMS)
 def test_every_schedule_gives_the_same_bits(mode: str, in_place: bool, multicast: bool) -> None:
@@ -68,7 +74,7 @@ def test_one_program_and_the_default_block(mode: str | None) -> None:
 )
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multicast: bool) -> None:
-    same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
+    assert_same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
 
 
 @pytest.mark.parametrize("mode", [None, "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy"])
@@ -290,18 +296,13 @@ def test_a_view_that_is_not_aligned() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, call: Any) -> None:
-    with pytest.raises(error, match=match):
-        on_ranks(2, call)
-
-
 def test_types_and_alignments_that_the_switch_refuses() -> None:
-    bad(
+    assert_raises(
         pkt.Unsupported,
         r"multimem'\): found op 'min' of float32, and the switch has it for 16-bit floats only",
         lambda w: all_reduce(pkt.ones(4), op="min", mode="multimem"),
     )
-    bad(
+    assert_raises(
         pkt.Unsupported,
         "multimem moves runs of 16 bytes",
         lambda w: all_reduce(pkt.ones(9)[1:], mode="multimem"),

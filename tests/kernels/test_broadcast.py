@@ -11,7 +11,7 @@ import pkt
 from pkt.kernels.broadcast import OPERATOR, broadcast, reference
 from pkt.kernels.shared import flagged
 
-from .helpers import LAUNCHES, SEEDS, inputs, on_ranks
+from .helpers import LAUNCHES, SEEDS, assert_raises, inputs, on_ranks
 
 MODES = tuple(OPERATOR.forms)
 
@@ -82,14 +82,11 @@ def test_part_of_a_tensor() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, call: Any) -> None:
-    with pytest.raises(error, match=match):
-        on_ranks(2, call)
-
-
 def test_a_root_that_is_no_rank() -> None:
-    bad(pkt.RankError, "broadcast: found rank 2, wanted an integer from 0 to 1", lambda w: broadcast(pkt.ones(4), 2))
+    assert_raises(
+        pkt.RankError, "broadcast: found rank 2, wanted an integer from 0 to 1", lambda w: broadcast(pkt.ones(4), 2)
+    )
 
 
 def test_ranks_that_disagree() -> None:
-    bad(pkt.CollectiveMismatch, "root=0.*root=1", lambda w: broadcast(pkt.ones(4), w.rank))
+    assert_raises(pkt.CollectiveMismatch, "root=0.*root=1", lambda w: broadcast(pkt.ones(4), w.rank))

@@ -18,6 +18,7 @@ from .helpers import (
     TINY,
     TMA,
     UNIT,
+    assert_same_on_all,
     assert_within,
     finished_bound,
     on_ranks,
@@ -57,10 +58,6 @@ def multiplies(
     return got.clone()
 
 
-def same_on_all(results: list[torch.Tensor]) -> None:
-    assert all(torch.equal(r, results[0]) for r in results)
-
-
 @pytest.mark.parametrize("multicast", [False, True])
 @pytest.mark.parametrize(("epilogue", "with_bias", "dtype", "sizes"), FINISHES)
 def test_bias_and_epilogue(
@@ -80,7 +77,7 @@ def test_bias_and_epilogue(
         assert_within(got, exact, limit, world.rank, epilogue)
         return got.clone()
 
-    same_on_all(on_ranks(3, run, multicast=multicast))
+    assert_same_on_all(on_ranks(3, run, multicast=multicast))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -99,7 +96,7 @@ def test_any_split_of_the_programs(num_comm_sms: int, sms: int) -> None:
 
 @pytest.mark.parametrize("M", [1, 16, 40, 128])
 def test_default_tiles_follow_the_rows(M: int) -> None:
-    same_on_all(on_ranks(2, multiplies, (M, 144, 72), torch.bfloat16, False, 1, torch.Tensor.contiguous, None))
+    assert_same_on_all(on_ranks(2, multiplies, (M, 144, 72), torch.bfloat16, False, 1, torch.Tensor.contiguous, None))
 
 
 def test_shapes_in_turn() -> None:

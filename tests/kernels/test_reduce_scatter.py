@@ -13,7 +13,7 @@ from pkt.kernels.declaration import Call
 from pkt.kernels.reduce_scatter import OPERATOR, Op, reduce_scatter, reference
 from pkt.kernels.shared import grid, inbox
 
-from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
+from .helpers import DTYPES, LAUNCHES, SEEDS, assert_raises, assert_within, inputs, on_ranks, sum_bound
 
 MODES = tuple(OPERATOR.forms)
 
@@ -213,13 +213,8 @@ def test_programs_are_out_of_step() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, call: Any) -> None:
-    with pytest.raises(error, match=match):
-        on_ranks(2, call)
-
-
 def test_bad_arguments() -> None:
-    bad(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(5)))
-    bad(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(())))
-    bad(pkt.ShapeError, "dimension 1 divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(4, 3), dim=1))
-    bad(pkt.ShapeError, "dim: found -2, wanted an axis", lambda w: reduce_scatter(pkt.ones(4), dim=-2))
+    assert_raises(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(5)))
+    assert_raises(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(())))
+    assert_raises(pkt.ShapeError, "dimension 1 divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(4, 3), dim=1))
+    assert_raises(pkt.ShapeError, "dim: found -2, wanted an axis", lambda w: reduce_scatter(pkt.ones(4), dim=-2))

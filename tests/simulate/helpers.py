@@ -24,6 +24,11 @@ def run(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
     pkt.launch(lambda world: kernel[grid](*args, **named), ranks=1, device="cpu", heap=HEAP)
 
 
+def launch(fn: Callable, ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
+    """What `fn(world)` returns on each rank in one schedule."""
+    return pkt.launch(fn, ranks=ranks, device="cpu", seed=seed, heap=HEAP, **options)
+
+
 def outcome(fn: Callable, ranks: int = 2, seed: int = 0, args: tuple = (), **options: Any) -> Outcome:
     """The outcome of one run of `fn(world, *args)`, right or wrong."""
     return execute(fn, ranks, args, HEAP, seed=seed, **options)

@@ -13,13 +13,9 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import RankError, ShapeError
-from tests.simulate.helpers import assert_same, failures, outcome
+from tests.simulate.helpers import assert_same, failures, launch, outcome
 
 SEEDS = (0, 1, 2, 3)
-
-
-def launch(fn: Any, ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
-    return pkt.launch(fn, ranks=ranks, device="cpu", seed=seed, heap=1 << 20, **options)
 
 
 # -- address ---------------------------------------------------------------------------------------------------------

@@ -12,17 +12,13 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.simulate.findings import Deadlock
-from tests.simulate.helpers import failures, outcome
+from tests.simulate.helpers import failures, launch, outcome
 
 SEEDS = (0, 1, 2, 3, 4, 6)
 
 
 def signed(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
-
-
-def launch(fn: Any, ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
-    return pkt.launch(fn, ranks=ranks, device="cpu", seed=seed, heap=1 << 20, **options)
 
 
 # -- signal and wait -------------------------------------------------------------------------------------------------

@@ -145,16 +145,20 @@ class Choosing(Declared):
         the bytes that a rank takes out of its inbox where a symmetric tensor would have them in their places.
         symmetric: x and `out` are. gpu, multicast: of every rank. Raises ShapeError."""
         make = described if symmetric else functools.partial(torch.empty, device="meta")
-        call = Call(self.name, Described(size, gpu, multicast), {}, self._defaults, {}, None)  # type: ignore[arg-type]
-        call.tensors["x"] = make(shape, dtype=dtype)
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        self._bind_result(call)
+        call = self._described_call(make(shape, dtype=dtype), Described(size, gpu, multicast))
         if "out" in self.names:
             call.tensors["out"] = make(call.shape, dtype=dtype)
         mode, nbytes = self.default(call), math.prod(call.shape) * dtype.itemsize
         own = nbytes // size if self.written == "out" else 0  # a broadcast brings all of x
         return mode, nbytes - own if mode == "inbox" else 0
+
+    def _described_call(self, x: torch.Tensor, world: Described) -> Call:
+        """A collective's call with its default arguments. Raises ShapeError."""
+        call = Call(self.name, world, {"x": x}, self._defaults, {}, None)  # type: ignore[arg-type]
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        self._bind_result(call)
+        return call
 
     def over_nodes(
         self, shape: Shape, dtype: torch.dtype, nodes: int, node_size: int, network: Network, gpu: Gpu
@@ -171,11 +175,8 @@ class Choosing(Declared):
             if "m" in self.tuning.shared and shape[0] % size:
                 raise ShapeError.argument(self.name, "shape", shape, f"{wanted}, M divisible by {size} ranks")
             return mode, {**dict(zip("MNK", shape)), "dtype": dtype_text(dtype), "size": size, **links}
-        call = Call(self.name, Described(size, gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
-        call.tensors["x"] = x = torch.empty(shape, dtype=dtype, device="meta")
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        self._bind_result(call)
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        self._described_call(x, Described(size, gpu))  # raises what a call would
         return mode, {"nbytes": x.nbytes, "itemsize": x.itemsize, **links}
 
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:

@@ -136,6 +136,12 @@ class Declared:
         return found
 
     # ------------------------------------------------------------------------------ a call against the declaration
+    def _call(self, world: World, tensors: Mapping[str, Any], keywords: Mapping[str, Any]) -> Call:
+        """A call that nothing has checked yet."""
+        arguments = {name: keywords[name] for name in self.arguments}
+        given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
+        return Call(self.name, world, tensors, arguments, given, keywords["mode"])
+
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
         world = call.world
@@ -192,9 +198,7 @@ class Declared:
 
     def blank(self, world: World, operands: Mapping[str, Any], keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Empty results for operands whose shapes and dtypes alone are known. Raises what a plan would."""
-        arguments = {name: keywords[name] for name in self.arguments}
-        given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
-        call = Call(self.name, world, operands, arguments, given, keywords["mode"])
+        call = self._call(world, operands, keywords)
         for name, operand in self.tensors.items():
             if operands[name] is not None:
                 checks.check_dtype(call.name, name, operands[name], world, **self._dtypes(call, operand))

@@ -122,9 +122,7 @@ class Operator(Choosing):
         if torch.jit.is_tracing():
             found = "found torch.jit.trace around the call, which sees no operator"
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, "use torch.export or torch.compile")
-        arguments = {name: keywords[name] for name in self.arguments}
-        given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
-        call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
+        call = self._call(world, dict(zip(self.names, tensors)), keywords)
         self._check_operands(call)
         any_strides = [name for name, operand in self.tensors.items() if operand.strided or operand.turned]
         copies = staging.contiguous(call, self.written, any_strides) if self.tuning is None else {}

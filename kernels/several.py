@@ -197,13 +197,11 @@ def _plan(
     """As Operator.plan, of a call for each weight. Collective."""
     a, bs, outs, biases = tensors
     count = len(bs)
-    given = {name: keywords[name] for name in operator.settings if keywords[name] is not None}
-    arguments = {name: keywords[name] for name in operator.arguments}
     calls = []
     for i in range(count):
         one = {"a": a, "b": bs[i], "out": outs and outs[i], "bias": biases and biases[i]}
-        named = {name: one[name] for name in operator.names}
-        call = Call(f"{operator.name} of b[{i}]", world, named, arguments, dict(given), keywords["mode"])
+        call = operator._call(world, {name: one[name] for name in operator.names}, keywords)
+        call.name = f"{operator.name} of b[{i}]"  # in errors
         operator._check_operands(call)
         call.name = operator.name  # by which a form keeps its buffers
         calls.append(call)

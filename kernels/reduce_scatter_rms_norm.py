@@ -20,7 +20,6 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.language import ptx
-from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, choice, integer, number
@@ -28,7 +27,6 @@ from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import rms_norm, row_tiles
 from .shared.checks import FLOATS
-from .shared.grid import COPY_OPTIONS
 from .shared.inbox import await_sent
 
 Tensors = Sequence[torch.Tensor]
@@ -208,14 +206,7 @@ def _shape(call: Call) -> tuple[int, ...]:
 
 
 def _push(call: Call) -> Launch:
-    programs, rest = rms_norm.over_tiles(call, owned=True)
-    start = cooperative_launch(call.world, push_kernel, (programs,), **COPY_OPTIONS)
-
-    def launch(*tensors: torch.Tensor) -> Any:
-        start(*tensors, *rest)
-        return tensors[3:]
-
-    return launch
+    return rms_norm.over_tiles(call, push_kernel, owned=True)
 
 
 def backward(call: Recorded) -> Gradients:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.language import ptx
-from pkt.runtime.launch.launch import beside_launch, cooperative_launch
+from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.memory.factories import empty
 
 from ..all_reduce import OPERATOR as ALL_REDUCE
@@ -150,14 +150,7 @@ def norm_kernel(
 # ---------------------------------------------------------------------------------------------------------------- host
 def two_shot(call: Call) -> Launch:
     """`Form.plan` of two_shot."""
-    programs, rest = rms_norm.over_tiles(call)
-    start = cooperative_launch(call.world, two_shot_kernel, (programs,), **COPY_OPTIONS)
-
-    def launch(*tensors: torch.Tensor) -> Any:
-        start(*tensors, *rest)
-        return tensors[3:]
-
-    return launch
+    return rms_norm.over_tiles(call, two_shot_kernel)
 
 
 def unfused(call: Call) -> Launch:

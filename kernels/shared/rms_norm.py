@@ -19,10 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..declaration import Call, Shape
+from pkt.runtime.launch.launch import cooperative_launch
+
+from ..declaration import Call, Launch, Shape
 from ..gradients import Recorded
 from . import fp8, row_tiles
 from .fp8 import FP8, GROUP, LARGEST, LEAST_SCALE
+from .grid import COPY_OPTIONS
 
 Quant = Literal["fp8_token", "fp8_group"]
 QUANTS = ("fp8_token", "fp8_group")
@@ -176,13 +179,20 @@ def pulled_back(call: Recorded, grad: torch.Tensor) -> tuple[torch.Tensor, dict[
     return of_sum, {name: value for name, value in found.items() if name in call.wanted}
 
 
-def over_tiles(call: Call, owned: bool = False) -> tuple[int, tuple[Any, ...]]:
-    """(programs, what a kernel over tiles of rows takes after its tensors). owned: a rank has a residual for its rows
-    alone. Collective."""
+def over_tiles(call: Call, kernel: Any, owned: bool = False) -> Launch:
+    """launch(*tensors): `kernel` over tiles of rows. Returns all but the operands. owned: a rank has a residual for its
+    rows alone. Collective."""
     world = call.world
     p, programs = row_tiles.rows(world, call.shape, call.dtype, world.size, owned=owned, tile=call["rows"])
     space = row_tiles.space(world, programs, p.room, call.dtype)
-    return programs, (*space, float(call["eps"]), p, world.device, call["quant"] or "none")
+    rest = *space, float(call["eps"]), p, world.device, call["quant"] or "none"
+    start = cooperative_launch(world, kernel, (programs,), **COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        start(*tensors, *rest)
+        return tensors[3:]
+
+    return launch
 
 
 def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from pkt.model.gpu import H200, Gpu
 from pkt.model.network import Network, TwoLinks
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
-from pkt.tune.distance import BOUND, distance
+from pkt.tune.distance import agrees_with
 from pkt.tune.prediction import Asked, asked
 from pkt.tune.printed import Printed
 from pkt.tune.report import text_of
@@ -200,11 +200,8 @@ def search(world: World, layer: Collective) -> tuple[Search, str]:
     x = empty(*case.shape, dtype=dtype, world=world)  # symmetric, because peers read it in some forms
     x.copy_(everybody[world.rank])
 
-    def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
-        return distance(result, exact) <= BOUND[dtype]
-
     found = tune(
         operator.function, x, world=world, configs=case.space(), key=layer.key(world.size), name=operator.name,
-        model=model_of(case), check=right, restore=["x"], most=1.0,
+        model=model_of(case), check=agrees_with(exact, dtype), restore=["x"], most=1.0,
     )  # fmt: skip
     return found, world.backend.gpu

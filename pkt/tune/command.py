@@ -27,7 +27,7 @@ from pkt.runtime.world import World
 from pkt.tune import across, cache, tables
 from pkt.tune.across import Collective
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
-from pkt.tune.distance import BOUND, distance
+from pkt.tune.distance import agrees_with
 from pkt.tune.prediction import Asked, predictable
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
@@ -104,15 +104,12 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     exact = operator.reference(world.rank, **together).float()
     del everybody, together
 
-    def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
-        return distance(result, exact) <= BOUND[dtype]
-
     # Symmetric, because some forms can then reduce in place.
     operands["out"] = empty(*call.shape, dtype=dtype, world=world)
     given = [operands[name] for name in operator.names if name in operands]
     search = tune(
-        operator.function, *given, world=world, configs=configs, key=key, name=operator.name, model=model, check=right,
-        most=most,
+        operator.function, *given, world=world, configs=configs, key=key, name=operator.name, model=model,
+        check=agrees_with(exact, dtype), most=most,
     )  # fmt: skip
     return search, cache.machine(world)["gpu"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 TILE = 64
@@ -33,6 +36,12 @@ def distance(found: torch.Tensor, exact: torch.Tensor, scale: float = 1.0) -> fl
     average = counts * widths * (norms.sum() / exact.numel())
     value = (wrongs / torch.maximum(norms, average).clamp_min(1e-300)).max().sqrt().item()
     return value if value == value else float("inf")
+
+
+def agrees_with(exact: torch.Tensor, dtype: torch.dtype) -> Callable[[Mapping[str, Any], torch.Tensor], bool]:
+    """check(arguments, result), as pkt.tune.tune takes it: whether a result of `dtype` is as near to `exact` as a right
+    one."""
+    return lambda arguments, result: distance(result, exact) <= BOUND[dtype]
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the slowest settings are the fastest", "min(times, key=lambda config: times[config])",
          "max(times, key=lambda config: times[config])"),
         ("a sum over nodes is added to the last one", 'restore=["x"], ', ""),
-        ("a wrong result is kept", "check=right, ", ""),
+        ("a wrong result is kept", "check=agrees_with(exact, dtype), ", ""),
     ),
     *of(TUNE + "explanation.py", "tests/tune/test_explanation.py -k simulator",
         ("the simulator looks its choice up", "kept = None if gpu == SIMULATED else _kept(operator, key, machine)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import Counter
@@ -176,55 +177,86 @@ def simulate(
     process that ran it; findings and counts do not depend on the number.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
-    from pkt.progress import steps as shown  # here, because importing pkt should load little
-    from pkt.simulate.processes import each
-
     check_function("pkt.simulate", fn, args)
     check_flags("pkt.simulate", races=races, multicast=multicast, mutants=mutants, lost_signals=lost_signals)
     check_flags("pkt.simulate", **({} if progress is None else {"progress": progress}))
-    todo: Sequence[int] = []
-    with suppress(TypeError):
-        todo = range(seeds) if isinstance(seeds, int) else list(seeds)
-    if type(seeds) is bool or not todo or not (isinstance(seeds, int) or all(type(seed) is int for seed in todo)):
-        raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
+    todo = _checked(seeds)
     if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
         raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")
     check_count("pkt.simulate", "max_findings", max_findings)
     check_compile("pkt.simulate", compile)
     check_count("pkt.simulate", "processes", 1 if processes is None else processes)
+    run = functools.partial(
+        execute, fn, ranks, tuple(args), heap_bytes(heap), node_size=node_size, sms=sms, multicast=multicast,
+        races=races, compile=compile,
+    )  # fmt: skip
     report = Report(ranks)
-    options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races, "compile": compile}
-    options["node_size"] = node_size
-    tally = _Tally()
-
-    def once(seed: int, faults: Faults = NO_FAULTS, brief: bool = False) -> Outcome:
-        outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, brief=brief, **options)
-        tally.programs += outcome.machine.programs
-        tally.kernels |= outcome.machine.usage
-        return outcome
-
-    def tallied(call: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, _Tally]]:
-        def run(item: Any) -> tuple[Any, _Tally]:
-            nonlocal tally
-            tally = _Tally()
-            return call(item), tally
-
-        return run
-
-    census = Census()
-    seen: dict[Hashable, Exception] = {}
+    runs = _Runs(report, run, progress, processes)
     start = time.perf_counter()
     with turn("pkt.simulate"), interpreting():
+        census = runs.schedules(todo, max_findings)
+        report.seconds = time.perf_counter() - start
+        if report.findings:
+            wanted = {"mutants": mutants, "lost signals": lost_signals, "lost ranks": lost_ranks}
+            report.skipped = [what for what, asked in wanted.items() if asked]
+            return report
+        if mutants:
+            report.mutants = runs.caught("mutants", census.mutants(), lambda mutant: Faults(mutant=mutant))
+        if lost_signals:
+            report.signals = runs.caught("lost signals", census.signals, lambda signal: Faults(drop=signal))
+        if lost_ranks:
+            report.losses = runs.lost(lost_ranks)
+    return report
 
-        def results(call: Callable[[Any], Any], items: Sequence[Any], what: str) -> Generator[Any, None, None]:
-            with closing(each(tallied(call), items, processes)) as found:
-                for result, counts in shown(found, what, progress, len(items)):
-                    report.programs += counts.programs
-                    report.kernels += [usage for usage in counts.kernels if usage not in report.kernels]
-                    yield result
 
-        with closing(results(lambda seed: _Ran.of(once(seed), census), todo, "schedules")) as schedules:
-            for ran, seed in zip(schedules, todo):
+def _checked(seeds: Any) -> Sequence[int]:
+    """The seeds to run. Raises ShapeError."""
+    todo: Sequence[int] = []
+    with suppress(TypeError):
+        todo = range(seeds) if isinstance(seeds, int) else list(seeds)
+    if type(seeds) is bool or not todo or not (isinstance(seeds, int) or all(type(seed) is int for seed in todo)):
+        raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
+    return todo
+
+
+class _Runs:
+    """The runs of one program, in this process and in forked ones. Their counts are added to `report`."""
+
+    def __init__(
+        self, report: Report, run: Callable[..., Outcome], progress: bool | None, processes: int | None
+    ) -> None:
+        """run: `execute`, with all but seed, faults and brief."""
+        self.report, self._run, self._progress, self._processes = report, run, progress, processes
+        self._tally = _Tally()
+
+    def once(self, seed: int, faults: Faults = NO_FAULTS, brief: bool = False) -> Outcome:
+        outcome = self._run(seed=seed, faults=faults, brief=brief)
+        self._tally.programs += outcome.machine.programs
+        self._tally.kernels |= outcome.machine.usage
+        return outcome
+
+    def results(self, what: str, items: Sequence[Any], call: Callable[[Any], Any]) -> Generator[Any, None, None]:
+        """call(item) for each of `items`. what: their name in the progress bar."""
+        from pkt.progress import steps as shown  # here, because importing pkt should load little
+        from pkt.simulate.processes import each
+
+        def tallied(item: Any) -> tuple[Any, _Tally]:
+            self._tally = _Tally()
+            return call(item), self._tally
+
+        report = self.report
+        with closing(each(tallied, items, self._processes)) as found:
+            for result, counts in shown(found, what, self._progress, len(items)):
+                report.programs += counts.programs
+                report.kernels += [usage for usage in counts.kernels if usage not in report.kernels]
+                yield result
+
+    def schedules(self, seeds: Sequence[int], max_findings: int) -> Census:
+        """Run the program as it is, until there are `max_findings`. Returns what can be broken in it."""
+        report, census = self.report, Census()
+        seen: dict[Hashable, Exception] = {}
+        with closing(self.results("schedules", seeds, lambda seed: _Ran.of(self.once(seed), census))) as schedules:
+            for ran, seed in zip(schedules, seeds):
                 report.schedules += 1
                 report.policies[ran.policy] += 1
                 report.orders.add(ran.order)
@@ -240,26 +272,18 @@ def simulate(
                         known.add_note(note)  # a cause that shows in this schedule only
                 if len(report.findings) >= max_findings:
                     break
-        report.seconds = time.perf_counter() - start
-        if report.findings:
-            wanted = {"mutants": mutants, "lost signals": lost_signals, "lost ranks": lost_ranks}
-            report.skipped = [what for what, asked in wanted.items() if asked]
-            return report
-        if mutants:
-            broken = census.mutants()
-            caught = results(lambda mutant: _caught(once, Faults(mutant=mutant)), broken, "mutants")
-            report.mutants.update(zip(broken, caught))
-        if lost_signals:
-            signals = census.signals
-            caught = results(lambda signal: _caught(once, Faults(drop=signal)), signals, "lost signals")
-            report.signals.update(zip(signals, caught))
-        if lost_ranks:
-            (steps,) = results(lambda seed: once(seed).machine.steps, [0], "lost ranks")
-            losses = _losses(ranks, lost_ranks, steps)
-            for loss, (lost, found) in zip(losses, results(lambda loss: _lost(once, loss), losses, "lost ranks")):
-                if lost:  # the rank had work left to do
-                    report.losses[loss] = found
-    return report
+        return census
+
+    def caught(self, what: str, broken: Sequence[Any], faults: Callable[[Any], Faults]) -> dict[Any, Found | None]:
+        """Each of `broken`, with the failure that caught it, or None."""
+        return dict(zip(broken, self.results(what, broken, lambda one: _caught(self.once, faults(one)))))
+
+    def lost(self, count: int) -> dict[Loss, Found | None]:
+        """As `caught`, for ranks lost at `count` random points. Without those of ranks that had no work left."""
+        (steps,) = self.results("lost ranks", [0], lambda seed: self.once(seed).machine.steps)
+        losses = _losses(self.report.ranks, count, steps)
+        found = self.results("lost ranks", losses, lambda loss: _lost(self.once, loss))
+        return {loss: by for loss, (had_work, by) in zip(losses, found) if had_work}
 
 
 @dataclass

@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the heap of a caught fault is left to the garbage collector", "    outcome.discard()\n", ""),
     ),
     *of(SIMULATE + "explore.py", "tests/simulate/test_processes.py",
-        ("other processes' programs are not counted", "report.programs += counts.programs", "pass"),
+        ("other processes' programs are not counted", "report.programs += counts.programs", "report.programs += 0"),
     ),
     *of(SIMULATE + "constants.py", "tests/simulate/test_cost.py tests/simulate/test_shortcuts.py",
         ("constants forget what follows", "        results[key] = made, operand\n", "        pass\n"),

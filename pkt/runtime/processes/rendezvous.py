@@ -24,6 +24,7 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -349,10 +350,19 @@ def _accept(
                 elif sock in callers.pending and (said := callers.hear(sock)) is not None:
                     caller, challenge = callers.pending[sock].stranger, callers.pending[sock].challenge
                     magic, peer, nonce, proof = _HELLO.unpack(said)
-                    who = f"as rank {peer}" if rank < peer < size else "as a rank that does not connect here"
-                    if not hmac.compare_digest(proof, _proof(token, "join", challenge, peer, rank)) or magic != MAGIC:
-                        callers.drop(sock, f"{who} without the token")
-                    elif not rank < peer < size or peer in found:
-                        callers.drop(sock, f"{who} a second time" if peer in found else who)
+                    proved = hmac.compare_digest(proof, _proof(token, "join", challenge, peer, rank))
+                    if why := _unwelcome(peer, proved and magic == MAGIC, rank, size, found):
+                        callers.drop(sock, why)
                     elif callers.answer(sock, _proof(token, "welcome", nonce, rank, peer)):
                         found[peer] = Connection(sock, rank, peer, caller.pid, meeting.host(peer))
+
+
+def _unwelcome(peer: int, proved: bool, rank: int, size: int, found: Container[int]) -> str:
+    """Why a caller that says it is `peer` may not join, in words; "" where it may. proved: it has the token."""
+    higher = rank < peer < size
+    who = f"as rank {peer}" if higher else "as a rank that does not connect here"
+    if not proved:
+        return f"{who} without the token"
+    if peer in found:
+        return f"{who} a second time"
+    return "" if higher else who

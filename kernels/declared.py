@@ -51,22 +51,35 @@ class Declared:
         backward: Backward | Callable[[Recorded], Gradients] | None = None,
         cases: Sequence[Case] = (),
     ) -> None:
-        """function: what users call. result: the shape of what it returns. dtype: its dtype; the first operand's
-        without it. across: the forms for worlds of several nodes, where no other runs and the first is the default.
-        also: further results, by name: they are new at each call, of their first dtype or that of the first operand,
-        follow the operands and `out` when a plan launches, and make the launch, the call and the reference return a
-        tuple. Where the function leaves out the last results of some calls, the reference does, too. default: the form
-        taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning` takes the
-        form that is expected to be the fastest instead, where the caller gives no setting either. backward: its
-        backward pass, see gradients.py. written: the operand that is written. gives: whether this rank's is read, and
-        not written, where one rank's goes to all. in_place: the function writes into the first operand where it is
-        given no `out`. place: which part of x, or of `out`, of the other's size the two may share. private: letters in
-        which ranks may differ. most: the greatest size of a letter. always: it launches for empty operands, too, which
-        other ranks may need; or a function of a call that says whether it does. exact: data is moved, not computed
-        with. terms: how many numbers an element of the result is a sum of, from the sizes of the letters and of the
-        world. reference(rank, **operands of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank,
-        dtype, roundings, **operands of all ranks, **arguments): how far each result may be from it, where that does not
-        follow from `terms`."""
+        """
+        function: what users call.
+        tensors, result: the operands; the shape of what the function returns, as of an `Operand`.
+        dtype: of the result; the first operand's without it.
+        forms: the ways to compute it, by name.
+        across: the forms for worlds of several nodes, where no other runs and the first is the default.
+        default: the form taken where the caller names none; the first of `forms` without it. Where the caller gives no
+            setting either, an operator with `tuning` takes on GPUs the form that is expected to be the fastest.
+        arguments, settings: the checks of keywords that change the result, and of those that change only how it is
+            computed.
+        reference(rank, **operands of all ranks, **arguments): the exact result of a rank, in fp64.
+        bound(rank, dtype, roundings, **operands of all ranks, **arguments): how far each result may be from it, where
+            that does not follow from `terms`.
+        terms: how many numbers an element of the result is a sum of, from the sizes of the letters and of the world.
+        exact: data is moved, not computed with.
+        also: further results, by name, new at each call, of their first dtype or that of the first operand. They follow
+            the operands and `out` when a plan launches, and make the launch, the call and the reference return a tuple.
+            Where the function leaves out the last results of some calls, the reference does, too.
+        written: the operand that is written.
+        gives: of a broadcast, whether this rank's `written` is read, and not written.
+        in_place: the function writes into the first operand where it is given no `out`.
+        place: where x and `out` may share memory: the smaller one may be this part of the larger one, cut into parts of
+            its size; None: nowhere.
+        private: letters in which ranks may differ. most: the greatest size of a letter.
+        always: it launches for empty operands, too, which other ranks may need; or a function of a call that says
+            whether it does.
+        tuning: how the tuner sees it. backward: its backward pass, see gradients.py.
+        cases: calls for the conformance suite.
+        """
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.across = dict(across or {})

@@ -39,7 +39,7 @@ from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
-from .shared.checks import FLOATS, aligned, stored
+from .shared.checks import FLOATS, aligned, check_weights, stored
 from .shared.expert_tiles import ends_of, find
 from .shared.grid import num_programs
 from .shared.replays import with_memory
@@ -328,23 +328,15 @@ def default(call: Call) -> str:
 
 def _bound_result(call: Call) -> Shape:
     """The shape of the rows, and the letters of the further results."""
-    size, R, w, E = call.world.size, call["max_tokens"], call.tensors.get("w"), call.sizes["e"]
+    size, R, E = call.world.size, call["max_tokens"], call.sizes["e"]
     check_promise(call, "x", call.given.get("tokens_per_rank"))
-    if isinstance(w, torch.Tensor):
-        check_weights(call, w)
+    check_weights(call)
     most = MOST_ROWS // max(1, E * size)
     if call["alignment"] > most:
         wanted = f"at most {most} for {E * size} experts, so that an int32 counts their rows"
         raise call.refuse("alignment", call["alignment"], wanted)
     call.sizes |= {"r": R, "ends": E + 1, "s": slots_of(R, size), "two": 2, "three": 3, "num_experts": E * size}
     return R, call["h"]
-
-
-def check_weights(call: Call, w: torch.Tensor) -> None:
-    """Raise ShapeError unless w lies as a product takes it."""
-    if not stored(w)[0].is_contiguous():
-        found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
-        raise call.refuse("w", found, "a contiguous tensor or a transposed view of one: w.contiguous()")
 
 
 def _backward(call: Recorded) -> Gradients:

@@ -30,13 +30,13 @@ from . import grouped_matmul as grouped
 from . import matmul_combine as joined
 from .all_gather_grouped_matmul.result import Gathered
 from .declaration import Call, Case, Form, Launch, Operand, Shape
-from .dispatch_matmul import check_weights, product_of
+from .dispatch_matmul import product_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
 from .operator import Operator
 from .reduce_scatter import OPERATOR as REDUCE_SCATTER
 from .shared import products
-from .shared.checks import FLOATS
+from .shared.checks import FLOATS, check_weights
 from .shared.grid import COPY_OPTIONS
 from .shared.replays import with_memory
 from .shared.unfused import plain
@@ -165,9 +165,7 @@ def _plan_unfused(call: Call) -> Launch:
 
 
 def _shape(call: Call) -> Shape:
-    w = call.tensors.get("w")
-    if isinstance(w, torch.Tensor):
-        check_weights(call, w)
+    check_weights(call)
     return call.sizes["t"], call["n"]
 
 

@@ -35,12 +35,12 @@ from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
 from .dispatch import Dispatched, rules
 from .dispatch.examples import some_rows, some_slots, some_sources, some_weights
 from .dispatch.result import check_promise, flat
-from .dispatch_matmul import check_weights, product_of
+from .dispatch_matmul import product_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
-from .shared.checks import FLOATS, aligned, stored
+from .shared.checks import FLOATS, aligned, check_weights, stored
 from .shared.grid import barrier_counters, num_programs
 from .shared.replays import with_memory
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
@@ -355,10 +355,9 @@ def _plan_push(call: Call) -> Launch:
 
 
 def _shape(call: Call) -> Shape:
-    w, push = call.tensors.get("w"), call.asked == "push"
-    check_promise(call, "dispatched.places", plans.tokens_at_most(call) if push else call.given.get("tokens_per_rank"))
-    if isinstance(w, torch.Tensor):
-        check_weights(call, w)
+    promised = plans.tokens_at_most(call) if call.asked == "push" else call.given.get("tokens_per_rank")
+    check_promise(call, "dispatched.places", promised)
+    check_weights(call)
     return call.sizes["t"], call["n"]
 
 

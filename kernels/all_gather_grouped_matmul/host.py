@@ -37,7 +37,7 @@ from ..gradients import Backward, Gradients, Recorded
 from ..grouped_outer import grouped_outer
 from ..operator import Operator
 from ..shared import products
-from ..shared.checks import FLOATS, aligned, stored
+from ..shared.checks import FLOATS, aligned, check_weights, stored
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from ..shared.replays import with_memory
 from ..shared.tile_product import Tiles
@@ -169,12 +169,10 @@ def _fits_push(call: Call) -> str:
 
 def _bound_result(call: Call) -> Shape:
     """The shape of the product, and the letters of the further results."""
-    size, w, R = call.world.size, call.tensors.get("w"), call.world.size * call.sizes["t"] * call.sizes["k"]
+    size, R = call.world.size, call.world.size * call.sizes["t"] * call.sizes["k"]
     if R > MOST_ROWS:
         raise call.refuse("topk_idx", f"{R} pairs of all ranks' tokens and experts", f"at most {MOST_ROWS}")
-    if isinstance(w, torch.Tensor) and not stored(w)[0].is_contiguous():
-        found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
-        raise call.refuse("w", found, "a contiguous tensor or a transposed view of one: w.contiguous()")
+    check_weights(call)
     call.sizes |= {"r": R, "whole": size * call.sizes["t"], "ends": call.sizes["e"] + 1, "three": 3}
     return R, call["n"]
 

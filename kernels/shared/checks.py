@@ -76,6 +76,14 @@ def check_turned(call: str, name: str, tensor: torch.Tensor, world: World) -> No
         raise ShapeError.argument(call, name, found, wanted, world.rank)
 
 
+def check_weights(call: Call) -> None:
+    """Raise ShapeError unless the experts' weights `w`, where they are a tensor, lie as a product takes them."""
+    w = call.tensors.get("w")
+    if isinstance(w, torch.Tensor) and not stored(w)[0].is_contiguous():
+        found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
+        raise call.refuse("w", found, "a contiguous tensor or a transposed view of one: w.contiguous()")
+
+
 def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
     """Raise DtypeError unless `tensor` is a tensor that has strides."""
     if not isinstance(tensor, torch.Tensor):

@@ -29,12 +29,12 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, arrivals, push, rules
-from .dispatch.host import MOST_ROWS, some_experts
 from .dispatch.host import OPERATOR as DISPATCH
+from .dispatch.host import some_experts
 from .dispatch.plans import plan_low_latency, plan_push_with_routes, pushed, routes_of
 from .dispatch.reference import reference as dispatched
 from .dispatch.reference import undefined
-from .dispatch.result import check_promise, slots_of
+from .dispatch.result import check_alignment, check_promise, slots_of
 from .gradients import Backward, Gradients, Recorded
 from .grouped_outer import grouped_outer
 from .operator import Operator
@@ -331,10 +331,7 @@ def _bound_result(call: Call) -> Shape:
     size, R, E = call.world.size, call["max_tokens"], call.sizes["e"]
     check_promise(call, "x", call.given.get("tokens_per_rank"))
     check_weights(call)
-    most = MOST_ROWS // max(1, E * size)
-    if call["alignment"] > most:
-        wanted = f"at most {most} for {E * size} experts, so that an int32 counts their rows"
-        raise call.refuse("alignment", call["alignment"], wanted)
+    check_alignment(call, E * size)
     call.sizes |= {"r": R, "ends": E + 1, "s": slots_of(R, size), "two": 2, "three": 3, "num_experts": E * size}
     return R, call["h"]
 

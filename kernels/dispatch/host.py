@@ -34,7 +34,7 @@ from . import rules
 from .gradients import OF_DISPATCH
 from .plans import plan_low_latency, plan_nodes, plan_push, scales_of, tokens_over_nodes
 from .reference import reference, undefined
-from .result import Dispatched, check_promise, slots_of
+from .result import Dispatched, check_alignment, check_promise, slots_of
 
 
 def dispatch(
@@ -93,10 +93,6 @@ def dispatch(
 
 
 # -------------------------------------------------------------------------------------------------------- declaration
-MOST_ROWS = 1 << 30
-"""That alignment may add, at most."""
-
-
 def default(call: Call) -> str:
     """The form with the least predicted time, or the one that takes a setting that was given."""
     if "num_comm_sms" in call.given:
@@ -111,10 +107,7 @@ def _bound(call: Call) -> Shape:
     size, R = call.world.size, call["max_tokens"]
     check_promise(call, "x", tokens_over_nodes(call) if call.world.nodes > 1 else call.given.get("tokens_per_rank"))
     own = triton.cdiv(call["num_experts"], size)
-    most = MOST_ROWS // (own * size)
-    if call["alignment"] > most:
-        wanted = f"at most {most} for {own * size} experts, so that an int32 counts their rows"
-        raise call.refuse("alignment", call["alignment"], wanted)
+    check_alignment(call, own * size)
     call.sizes.setdefault("g", 0)
     call.sizes |= {"r": R, "e": own, "ends": own + 1, "s": slots_of(R, size), "two": 2, "three": 3}
     return R, call["h"]

@@ -13,6 +13,8 @@ from ..declaration import Call
 
 MOST_CHUNK = 32
 """Tokens between two signals, at most: with 7168 elements a signal takes some hundredths of their time."""
+MOST_ROWS = 1 << 30
+"""That alignment may add, at most."""
 
 
 def chunk_of(max_tokens: int) -> int:
@@ -46,6 +48,14 @@ def check_promise(call: Call, name: str, promised: int | None) -> None:
             raise call.refuse(name, found, f"at most {promised}: promise more, as tokens_per_rank")
         other = "" if call.world.nodes > 1 else ", or take another mode"
         raise call.refuse(name, found, f"at most tokens_per_rank={promised}: promise more{other}")
+
+
+def check_alignment(call: Call, experts: int) -> None:
+    """Raise ShapeError if the rows that `experts` are filled up with may be more than an int32 counts."""
+    most = MOST_ROWS // max(1, experts)
+    if call["alignment"] > most:
+        wanted = f"at most {most} for {experts} experts, so that an int32 counts their rows"
+        raise call.refuse("alignment", call["alignment"], wanted)
 
 
 class Dispatched(NamedTuple):

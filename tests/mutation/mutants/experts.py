@@ -85,7 +85,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("all columns have the first block's scale", "col // BLOCK_K * n_step", "0 * n_step"),
         ("rows of the next expert are written", "tile_pointers(out_ptr, row, col, stop, N, N,", "tile_pointers(out_ptr, row, col, M, N, N,"),
     ),
-    *of("kernels/dispatch/host.py", "tests/test_wrong_calls.py -k dispatch",
+    *of("kernels/dispatch/result.py", "tests/test_wrong_calls.py -k dispatch",
         ("rows of huge alignments overflow", '    if call["alignment"] > most:\n', "    if False:\n"),
     ),
     *of("kernels/combine/pull.py", "tests/kernels/test_dispatch.py -k 'through_experts or does_not_fit'",

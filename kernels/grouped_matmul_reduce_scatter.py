@@ -15,6 +15,7 @@ rank's rows are rounded to the dtype, and so is the sum of all ranks, which is a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -59,21 +60,6 @@ def reference(rank: int, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], *
             found = found + torch.where((tokens[:, k] >= 0)[:, None], rows[tokens[:, k].clamp(min=0).long()], 0)
         total = total + found
     return total
-
-
-def bound(
-    rank: int, dtype: torch.dtype, roundings: int, x: list[torch.Tensor], w: list[torch.Tensor], **handle: Any
-) -> tuple[torch.Tensor | float, ...]:  # fmt: skip
-    """How far a right result may be off: each rounding to dtype, and one in fp32 for each product and each sum."""
-    weights = handle["gathered.weights"]
-    sizes = handle | {"gathered.weights": weights and [one.abs() for one in weights]}
-    magnitude = reference(rank, [one.abs() for one in x], [one.abs() for one in w], **sizes)
-    facts, ranks, (_, k) = torch.finfo(dtype), len(x), handle["gathered.tokens"][0].shape
-    terms = x[0].shape[1] + 2 * k + ranks + 4
-    # A product or a sum that is too small for dtype is off by half its least number, times a weight.
-    most = 1 + max((float(one.max()) for one in sizes["gathered.weights"] or () if one.numel()), default=1)
-    tiny = (k * most + 1) * (ranks + 1) * facts.tiny * facts.eps / 2
-    return ((roundings * facts.eps / 2 + terms * 2.0**-24) * magnitude + tiny,)
 
 
 @triton.jit
@@ -239,7 +225,7 @@ OPERATOR = Operator(
         ),
     },
     reference=reference,
-    bound=bound,
+    bound=functools.partial(joined.bound, reference, "gathered"),
     backward=Backward(
         _backward,
         "`all_gather` of the gradient, then `grouped_matmul` with w transposed, and `grouped_outer`; of the weights "

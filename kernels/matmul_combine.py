@@ -14,7 +14,8 @@ kernels/dispatch_matmul.py says, so it is not the default. Sums are added in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -53,16 +54,18 @@ def reference(rank: int, x: list[torch.Tensor], w: list[torch.Tensor], **handle:
 
 
 def bound(
-    rank: int, dtype: torch.dtype, roundings: int, x: list[torch.Tensor], w: list[torch.Tensor], **handle: Any
+    exact: Callable[..., torch.Tensor], handed: str, rank: int, dtype: torch.dtype, roundings: int,
+    x: list[torch.Tensor], w: list[torch.Tensor], **handle: Any,
 ) -> tuple[torch.Tensor | float, ...]:  # fmt: skip
-    """How far a right result may be off: each rounding to dtype, and one in fp32 for each product and each sum."""
-    weights = handle["dispatched.weights"]
-    sizes = handle | {"dispatched.weights": weights and [one.abs() for one in weights]}
-    magnitude = reference(rank, [one.abs() for one in x], [one.abs() for one in w], **sizes)
-    facts, ranks, (_, k) = torch.finfo(dtype), len(x), handle["dispatched.tokens"][0].shape
+    """How far a right result may be off: each rounding to dtype, and one in fp32 for each product and each sum. exact:
+    the reference of an operator that adds up experts' products, whose `handed` has each token's rows and weights."""
+    weights = handle[f"{handed}.weights"]
+    sizes = handle | {f"{handed}.weights": weights and [one.abs() for one in weights]}
+    magnitude = exact(rank, [one.abs() for one in x], [one.abs() for one in w], **sizes)
+    facts, ranks, (_, k) = torch.finfo(dtype), len(x), handle[f"{handed}.tokens"][0].shape
     terms = x[0].shape[1] + 2 * k + ranks + 4
     # A product or a sum that is too small for dtype is off by half its least number, times a weight.
-    most = 1 + max((float(one.max()) for one in sizes["dispatched.weights"] or () if one.numel()), default=1)
+    most = 1 + max((float(one.max()) for one in sizes[f"{handed}.weights"] or () if one.numel()), default=1)
     tiny = (k * most + 1) * (ranks + 1) * facts.tiny * facts.eps / 2
     return ((roundings * facts.eps / 2 + terms * 2.0**-24) * magnitude + tiny,)
 
@@ -413,7 +416,7 @@ OPERATOR = Operator(
         ),
     },
     reference=reference,
-    bound=bound,
+    bound=functools.partial(bound, reference, "dispatched"),
     backward=Backward(
         _backward,
         "`dispatch_again` of the gradient, then `grouped_matmul` with w transposed, and `grouped_outer`; of the "

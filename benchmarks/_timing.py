@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import pkt
-from pkt.tune.timers import sleep
+from pkt.tune.timers import FLUSH, sleep
 
 PASSES = 10  # turns over which the repeats of a variant are spread
+REPEATS = 20  # of each variant in `take_turns`
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Settings:
 
     repeats: int = 20
     seconds: float = 45.0  # that a variant may take, compilation included
-    flush: int = 256 << 20  # bytes written to empty L2
+    flush: int = FLUSH  # bytes written to empty L2
     end: float = float("inf")  # time.time() after which no variant begins
 
 
@@ -58,6 +59,25 @@ def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, A
     mine = [begin.elapsed_time(end) for begin, end in events]
     slowest = [max(times) for times in zip(*world.all_gather_object(mine))]
     return {"ms": slowest, "host_us": 1e6 * enqueue, "eager_ms": 1e3 * whole}
+
+
+def take_turns(
+    variants: Sequence[tuple[list[float], Callable[[], Any]]], pause: float, meet: Callable[[], Any] = lambda: None
+) -> None:
+    """Append the milliseconds of REPEATS calls of each variant, on this GPU, to its list. The variants take turns,
+    forwards and backwards. Before a call come `meet()`, a sleep of the GPU of `pause` seconds, and an empty L2."""
+    flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+    for repeat in range(REPEATS):
+        for times, run in variants if repeat % 2 else reversed(variants):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            meet()
+            sleep(pause)
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
 
 
 def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,8 +5,7 @@
 
 One rank of two that share 256 experts: T tokens choose 8 experts each at random, and this rank multiplies the rows of
 its 128 experts, (rows, 7168) @ (128, 7168, 2048). Weights lie row-major, (experts, K, N), or transposed. All of a
-size's variants take turns, REPEATS times. Each call comes behind a sleep and finds an L2 that was overwritten. Every
-variant is compared with the product in fp32 before it is timed.
+size's variants take turns (`_timing.take_turns`). Each is compared with the product in fp32 before it is timed.
 
 --routing: "random" as above; "balanced" gives every expert as many rows; "skewed" chooses experts by Zipf's law.
 """
@@ -27,16 +26,14 @@ from triton.runtime.errors import OutOfResources
 import pkt
 from benchmarks import _harness
 from benchmarks._check import BOUND
+from benchmarks._timing import take_turns
 from pkt.kernels.grouped_matmul import grouped_matmul
 from pkt.kernels.shared.tile_product import Tiles
 from pkt.progress import steps
 from pkt.tune.distance import distance
-from pkt.tune.timers import sleep
 
 EXPERTS, OWN, CHOSEN, K, N = 256, 128, 8, 7168, 2048
 TOKENS = (256, 1024, 4096, 8192, 16384)
-REPEATS = 20
-FLUSH = 256 << 20
 TORCH = "torch._grouped_mm"
 TINY = Tiles(16, 16, 16)
 WEIGHTS_SECONDS = 1.0e-3
@@ -155,7 +152,7 @@ def measure(world: Any, sizes: Sequence[int], routing: str, layouts: Sequence[st
         for layout in layouts:
             w = memory if layout == "row-major" else memory.view(OWN, n, k).transpose(1, 2)
             wanted = exact(x, w, offsets)
-            good: list[tuple[Timed, Run]] = []
+            good: list[tuple[list[float], Run]] = []
             for name, run in variants(x, w, offsets, out, candidates(tokens) if cuda else (TINY,)).items():
                 one = Timed(tokens, rows, layout, name)
                 found.append(one)
@@ -168,25 +165,10 @@ def measure(world: Any, sizes: Sequence[int], routing: str, layouts: Sequence[st
                 if one.error > BOUND:
                     one.failed = f"wrong: error {one.error:.2g}, wanted at most {BOUND:g}"
                 else:
-                    good.append((one, run))
+                    good.append((one.ms, run))
             if cuda:
-                _take_turns(good)
+                take_turns(good, 200e-6)
     return found
-
-
-def _take_turns(good: Sequence[tuple[Timed, Run]]) -> None:
-    """Time every variant REPEATS times, forwards and backwards in turn."""
-    flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    for repeat in range(REPEATS):
-        for one, run in good if repeat % 2 else reversed(good):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            sleep(200e-6)
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            one.ms.append(begin.elapsed_time(end))
 
 
 def figures(found: Sequence[Timed], routing: str) -> list[_harness.Row]:

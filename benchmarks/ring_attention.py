@@ -8,8 +8,9 @@
 A sequence of S positions is split among the ranks. "torch alone" is scaled_dot_product_attention with cuDNN of a rank's
 queries with all keys, which are there already; with a causal mask, of a rank's queries with its own keys, whose rate is
 that of the mask. TFLOP/s are those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as
-many. All variants of a case take turns, REPEATS times; a repeat's time is the greatest of the ranks. Every variant's
-result is compared with torch's first, and the gradients with those of torch over the whole sequence where it is short.
+many. All variants of a case take turns (`_timing.take_turns`); a repeat's time is the greatest of the ranks. Every
+variant's result is compared with torch's first, and, where the sequence is short, the gradients with those of torch
+over all of it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pkt
 from benchmarks import _harness
 from benchmarks._check import BOUND
+from benchmarks._timing import take_turns
 from pkt.progress import steps
 from pkt.runtime.groups import process_group
 from pkt.tune.distance import distance
-from pkt.tune.timers import sleep
 
-REPEATS = 20
-FLUSH = 256 << 20
 TORCH, NCCL = "torch alone", "NCCL + torch"
 BOTH = "forward + backward"
 """The last words of variants that also compute the gradients of q, k and v."""
@@ -183,24 +182,8 @@ def measure(world: Any, case: Case, only: str) -> list[tuple[str, float, list[fl
             found.append((name, max(error, distance(result, exact)) if checked else 0.0, times))
             good.append((times, run))
         if q.is_cuda:
-            _take_turns(world, good)
+            take_turns(good, 500e-6, world.barrier)
     return found
-
-
-def _take_turns(world: Any, good: list[tuple[list[float], Run]]) -> None:
-    """Time every variant REPEATS times, forwards and backwards in turn."""
-    flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    for repeat in range(REPEATS):
-        for times, run in good if repeat % 2 else reversed(good):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            world.barrier()
-            sleep(500e-6)
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
 
 
 def main() -> int:

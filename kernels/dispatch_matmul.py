@@ -40,7 +40,7 @@ from .grouped_outer import grouped_outer
 from .operator import Operator
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_weights, stored
-from .shared.expert_tiles import ends_of, find
+from .shared.expert_tiles import clear_from, ends_of, find
 from .shared.grid import num_programs
 from .shared.replays import with_memory
 from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
@@ -128,7 +128,7 @@ def dispatch_matmul_kernel(
             push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
     _multiply(to, arrived, t, p, world)
     if p.CLEAR:
-        _clear(to, t, p)
+        clear_from(tl.load(to.offsets + p.OWN), t.out, p.R, t.N)
 
 
 @triton.jit
@@ -163,18 +163,6 @@ def _weights(t, p):
         return stack(t.w, p.OWN, t.N, p.H, p.H, t.BLOCK_N, t.BLOCK_K, t.TMA)
     else:
         return stack(t.w, p.OWN, p.H, t.N, t.N, t.BLOCK_K, t.BLOCK_N, t.TMA)
-
-
-@triton.jit
-def _clear(to, t, p):
-    """Zeros for the products of rows after the last expert's."""
-    end = tl.load(to.offsets + p.OWN)
-    ROWS: tl.constexpr = 16
-    COLS: tl.constexpr = 256
-    for row in range(end + tl.program_id(0) * ROWS, p.R, tl.num_programs(0) * ROWS):
-        for col in range(0, t.N, COLS):
-            ptrs, inside = tile_pointers(t.out, row, col, p.R, t.N, t.N, ROWS, COLS)
-            tl.store(ptrs, tl.zeros((ROWS, COLS), t.out.dtype.element_ty), mask=inside)
 
 
 def dispatch_matmul(

@@ -16,6 +16,7 @@ import triton.language as tl
 
 import pkt.language as pl
 
+from ..shared.expert_tiles import clear_from
 from ..shared.tile_product import stack, tile_pointers
 
 
@@ -61,7 +62,9 @@ def push_kernel(p, world):
     _multiply(launch * chunks, p, world)
     _copy(launch * chunks, chunks, p, world)
     if p.CLEAR:
-        _clear(p, world)
+        e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
+        ends = tl.load(p.starts + world.size * p.EXPERTS + e, mask=e < p.EXPERTS, other=0)
+        clear_from(tl.max(ends), p.product, p.R, p.N)
 
 
 @triton.jit
@@ -184,16 +187,3 @@ def _copy(arrived, chunks, p, world):
                 inside &= (start + tl.arange(0, p.ROWS) < first + p.CHUNK)[:, None]
                 to, _ = tile_pointers(p.whole, source * p.T + start, col, 0, 0, p.H, p.ROWS, p.COLS)
                 tl.store(to, tl.load(at, mask=inside), mask=inside)
-
-
-@triton.jit
-def _clear(p, world):
-    """Zeros for the products of rows behind the last expert's."""
-    e = tl.arange(0, triton.next_power_of_2(p.EXPERTS))
-    end = tl.max(tl.load(p.starts + world.size * p.EXPERTS + e, mask=e < p.EXPERTS, other=0))
-    ROWS: tl.constexpr = 16
-    COLS: tl.constexpr = 256
-    for row in range(end + tl.program_id(0) * ROWS, p.R, tl.num_programs(0) * ROWS):
-        for col in range(0, p.N, COLS):
-            ptrs, inside = tile_pointers(p.product, row, col, p.R, p.N, p.N, ROWS, COLS)
-            tl.store(ptrs, tl.zeros((ROWS, COLS), p.product.dtype.element_ty), mask=inside)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tile_product import tile_pointers
+
 
 @triton.jit
 def rows_of(offsets_ptr, expert, experts, M):
@@ -37,3 +39,14 @@ def find(
     high = tl.minimum(rows - group, GROUP)
     inside = inside % (GROUP * columns)
     return expert, start + (group + inside % high) * BLOCK_M, inside // high * BLOCK_N, stop
+
+
+@triton.jit
+def clear_from(end, out_ptr, R, N):
+    """Zeros for the rows of `out_ptr` (R, N) from `end` on, which no expert has."""
+    ROWS: tl.constexpr = 16
+    COLS: tl.constexpr = 256
+    for row in range(end + tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
+        for col in range(0, N, COLS):
+            ptrs, inside = tile_pointers(out_ptr, row, col, R, N, N, ROWS, COLS)
+            tl.store(ptrs, tl.zeros((ROWS, COLS), out_ptr.dtype.element_ty), mask=inside)

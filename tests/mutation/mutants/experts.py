@@ -196,7 +196,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a backward pass forgets the promise", 'promised = {"tokens_per_rank": call["tokens_per_rank"]}', "promised: dict[str, Any] = {}"),
         ("a weight's gradient lies in another order", 'any(call.turned("w"))', "False"),
         ("the queue goes on where the last launch ended", "        tl.store(t.queue, 0)", "        pass"),
-        ("products of nobody's rows stay as they were", "    if p.CLEAR:\n        _clear(to, t, p)", "    if False:\n        _clear(to, t, p)"),
+        ("products of nobody's rows stay as they were", "    if p.CLEAR:\n        clear_from(", "    if False:\n        clear_from("),
     ),
     *of("kernels/dispatch/arrivals.py", "tests/kernels/test_dispatch_matmul.py",
         ("blocks of the last launch are there already", "tl.zeros((MANY,), tl.int32), mask=at < arrived.blocks", "tl.zeros((MANY,), tl.int32) + 16, mask=at < arrived.blocks"),

@@ -10,7 +10,7 @@ import torch
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.world import World, check_flags, check_function
+from pkt.runtime.world import World, check_counts, check_flags, check_function
 from pkt.wording import size_text
 
 
@@ -39,8 +39,7 @@ def launch(
     """
     from pkt.runtime.processes.transport import timeout_seconds  # here, because importing pkt should load little
 
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ShapeError.argument("pkt.launch", "ranks", repr(ranks), "an integer from 1")
+    check_counts("pkt.launch", ranks=ranks)
     check_function("pkt.launch", fn, args)
     check_flags("pkt.launch", multicast=multicast)
     seconds = timeout_seconds(timeout, "pkt.launch")

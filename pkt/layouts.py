@@ -10,7 +10,7 @@ from pkt.errors import DtypeError, ShapeError
 from pkt.language.tile import Layout
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.tensor import SymmetricTensor
-from pkt.runtime.world import current_world
+from pkt.runtime.world import check_counts, current_world
 
 
 def layout(x: torch.Tensor) -> Layout:
@@ -60,8 +60,7 @@ def join_heads(*weights: torch.Tensor, ranks: int) -> torch.Tensor:
     DtypeError.
     """
     call, first = "pkt.join_heads", weights[0] if weights else None
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise ShapeError.argument(call, "ranks", ranks, "an integer, at least 1")
+    check_counts(call, ranks=ranks)
     for at, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor):
             raise DtypeError.argument(call, f"weights[{at}]", type(weight).__name__, "a tensor")

@@ -474,6 +474,13 @@ def check_function(call: str, fn: Any, args: Any) -> None:
         raise DtypeError.argument(call, "args", f"{type(args).__name__} {args!r:.40}", "a tuple, as in (x,)")
 
 
+def check_counts(call: str, **counts: Any) -> None:
+    """Raise ShapeError unless each of `counts` is an integer from 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ShapeError.argument(call, name, repr(value), "an integer from 1")
+
+
 def check_flags(call: str, **flags: Any) -> None:
     """Raise ShapeError unless each of `flags` is True or False."""
     for name, value in flags.items():

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pkt.errors import RankFailed, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.world import check_flags, check_function
+from pkt.runtime.world import check_counts, check_flags, check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Change, Faults, Loss, Mutant, Signal, Site
 from pkt.simulate.findings import DataRace
 from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
-from pkt.simulate.machine import SMS, check_count
+from pkt.simulate.machine import SMS
 from pkt.simulate.run import Outcome, execute
 from pkt.simulate.turns import turn
 from pkt.wording import html_text, rendered
@@ -183,9 +183,9 @@ def simulate(
     todo = _checked(seeds)
     if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
         raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")
-    check_count("pkt.simulate", "max_findings", max_findings)
+    check_counts("pkt.simulate", max_findings=max_findings)
     check_compile("pkt.simulate", compile)
-    check_count("pkt.simulate", "processes", 1 if processes is None else processes)
+    check_counts("pkt.simulate", processes=1 if processes is None else processes)
     run = functools.partial(
         execute, fn, ranks, tuple(args), heap_bytes(heap), node_size=node_size, sms=sms, multicast=multicast,
         races=races, compile=compile,

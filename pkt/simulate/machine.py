@@ -25,7 +25,7 @@ from pkt.errors import (
     ShapeError,
     Unsupported,
 )
-from pkt.runtime.world import check_flags
+from pkt.runtime.world import check_counts, check_flags
 from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
@@ -47,12 +47,6 @@ MAX_STEPS = 20_000_000  # switches between programs after which a run counts as 
 _NO_GPU = "A simulation has no GPU: take the device from world.torch_device, and wait with world.synchronize()."
 
 
-def check_count(call: str, name: str, value: Any) -> None:
-    """Raise ShapeError unless `value` is an integer from 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError.argument(call, name, repr(value), "an integer from 1")
-
-
 class Machine:
     """Runs `ranks` host functions and the kernels that they launch, once. `execute` in pkt.simulate.run makes one."""
 
@@ -72,17 +66,17 @@ class Machine:
         node_size: int | None = None,
         brief: bool = False,
     ) -> None:
-        check_count("the simulator", "ranks", ranks)
+        check_counts("the simulator", ranks=ranks)
         self.node_size = ranks if node_size is None else node_size  # ranks of a node
-        check_count("the simulator", "node_size", self.node_size)
+        check_counts("the simulator", node_size=self.node_size)
         if ranks % self.node_size:
             raise ShapeError.argument("the simulator", "node_size", node_size, f"a divisor of the {ranks} ranks")
         self.apart = self.node_size < ranks  # there are several nodes
         check_compile("the simulator", compile)
-        check_count("the simulator", "sms", sms)
+        check_counts("the simulator", sms=sms)
         if sms > MOST_SMS:
             raise ShapeError.argument("the simulator", "sms", sms, f"at most {MOST_SMS}")
-        check_count("the simulator", "max_steps", max_steps)
+        check_counts("the simulator", max_steps=max_steps)
         check_flags("the simulator", multicast=multicast, races=races, trace=trace)
         if not isinstance(faults, Faults):
             raise ShapeError.argument("the simulator", "faults", repr(faults), "a pkt.simulate.faults.Faults")

@@ -19,7 +19,7 @@ from pkt.model.cost import DTYPES, Estimate, library, modelled
 from pkt.model.gpu import H200, KNOWN, Gpu, gluon_lacks, gpu_named
 from pkt.model.network import Network
 from pkt.model.rates import gpu_here
-from pkt.runtime.world import World, current_world
+from pkt.runtime.world import World, check_counts, current_world
 from pkt.tune import cache, tables
 from pkt.tune.across import Across, asked_of, check_across, check_nodes, explained
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
@@ -154,7 +154,7 @@ def explain(
     world = _world()
     if size is None:
         size = 4 if world is None else world.size
-    _check_axes(size=size)
+    check_counts(CALL, size=size)
     if node_size is None:
         node_size = world.node_size if world is not None and world.size == size else size
     check_nodes(CALL, size, node_size)
@@ -187,19 +187,13 @@ def _collective(op: Any) -> Operator | None:
     return operator if operator is not None and [*operator.tensors] == ["x"] else None
 
 
-def _check_axes(**axes: Any) -> None:
-    for axis, length in axes.items():
-        if type(length) is not int or length < 1:
-            raise ShapeError.argument(CALL, axis, repr(length), "an integer from 1")
-
-
 def _asked(op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:
     """The operator, and the case as tables and models have it."""
     if shape is not None:
         raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
     operator = _product(op)
     assert operator.tuning is not None
-    _check_axes(M=M, N=N, K=K)
+    check_counts(CALL, M=M, N=N, K=K)
     if dtype_text(dtype) not in DTYPES:
         raise DtypeError.argument(CALL, "dtype", dtype, ", ".join(DTYPES))
     if "m" in operator.tuning.shared and M % size:

@@ -82,9 +82,14 @@ def file_text(path: str) -> str:
     return _cell(path) or os.path.basename(path)
 
 
+def ipython_shell() -> Any:
+    """IPython's shell where this process has one, else None."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def _cell(path: str) -> str:
     """`In[3]` where the file is the third cell of this notebook, else ""."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = ipython_shell()
     cell = shell.compile.format_code_name(path) if shell is not None else None
     return cell[1] if cell is not None and cell[0] == "Cell" else ""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from rich.console import Console
 
-from pkt.wording import columns, rendered
+from pkt.wording import columns, ipython_shell, rendered
 
 
 class Printed:
@@ -31,5 +30,5 @@ class Printed:
 
 def _cell() -> Any:
     """The number of IPython's cell that runs; None elsewhere."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = ipython_shell()
     return None if shell is None else shell.execution_count

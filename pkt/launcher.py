@@ -33,9 +33,12 @@ def launch(
     of `ranks`; None: one node. On GPUs ranks of other nodes are reached through NVSHMEM alone: docs/scale-out.md.
     options: for the simulator only, see pkt.simulate.
 
-    On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
-    the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
-    one size on GPUs, and all launches in the simulator, run one after the other.
+    On GPUs the processes stay warm between calls, and the output of a rank appears with its number. Threads may launch
+    at the same time: launches of one size on GPUs, and all launches in the simulator, run one after the other.
+
+    Raises RankFailed, which carries the rank's traceback, where a rank raises; in the simulator its first finding, such
+    as DataRace or Deadlock; ShapeError or DtypeError for a wrong argument; Unsupported for another device, an option
+    that the device does not have, and too few GPUs.
     """
     from pkt.runtime.processes.transport import timeout_seconds  # here, because importing pkt should load little
 

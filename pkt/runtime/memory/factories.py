@@ -65,7 +65,7 @@ def rand(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """Uniform in [0, 1), the values of torch.rand for `generator` or this rank's default generator."""
+    """`empty`, filled with what torch.rand gives for `generator` or this rank's default one: uniform in [0, 1)."""
     return _make("rand", torch.rand, (_shape("rand", size, world),), dtype, name, world, generator=generator)
 
 
@@ -76,7 +76,7 @@ def randn(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """Standard normal, the values of torch.randn for `generator` or this rank's default generator."""
+    """`empty`, filled with what torch.randn gives for `generator` or this rank's default one: standard normal."""
     return _make("randn", torch.randn, (_shape("randn", size, world),), dtype, name, world, generator=generator)
 
 
@@ -206,7 +206,7 @@ def signals(
     and world.check() raise SignalIndexError if a guard word was overwritten.
 
     unwaited: signals that no kernel looks at are meant, such as credits that are left over at the end, or counters that
-    only the host reads. Otherwise they are LostSignal in the simulator.
+    only the host reads. Otherwise they are LostSignal in the simulator. Raises as `empty`.
     """
     shape = _shape("signals", (n,), world)
     if shape == (0,):

@@ -87,16 +87,7 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. exhaustive:
     measure the whole space. Collective."""
     operator, key, dtype = layer.operator, layer.key(world.size), DTYPES[layer.dtype]
-    cuda, gpu, most = world.torch_device.type == "cuda", _gpu(world), MOST
-    case = layer.asked(world.size, gpu) if world.nodes > 1 else None
-    configs = operator_space(operator, key, gpu) if case is None else case.space()
-    model = across.model_of(case) if case is not None else model_of(operator) if cuda and modelled(key) else None
-    if exhaustive:
-        most = 1.0
-    elif model is not None and cuda:
-        configs, most = shortlist(configs, model, key)
-    elif not cuda:  # the modelled clock knows nothing of warps and stages, of NCCL and of cuBLAS
-        configs = [c for c in configs if c not in (NCCL, UNFUSED) and c.get("tiles", (8, 3))[-2:] == (8, 3)]
+    configs, model, most = _candidates(world, layer, exhaustive)
     call = operator.describe(key)
     everybody = [_operands(operator, call.tensors, world, rank) for rank in range(world.size)]
     operands = everybody[world.rank]
@@ -112,6 +103,27 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
         check=agrees_with(exact, dtype), most=most,
     )  # fmt: skip
     return search, cache.machine(world)["gpu"]
+
+
+def _candidates(world: World, layer: Layer, exhaustive: bool) -> tuple[Sequence[Config], Model | None, float]:
+    """What is searched, the model that leads the search, and the share that is measured. Collective."""
+    key, cuda, gpu = layer.key(world.size), world.torch_device.type == "cuda", _gpu(world)
+    configs: Sequence[Config]
+    model: Model | None
+    if world.nodes > 1:
+        case = layer.asked(world.size, gpu)
+        configs, model = case.space(), across.model_of(case)
+    else:
+        configs = operator_space(layer.operator, key, gpu)
+        model = model_of(layer.operator) if cuda and modelled(key) else None
+    if exhaustive:
+        return configs, model, 1.0
+    if not cuda:  # the modelled clock knows nothing of warps and stages, of NCCL and of cuBLAS
+        configs = [c for c in configs if c not in (NCCL, UNFUSED) and c.get("tiles", (8, 3))[-2:] == (8, 3)]
+    elif model is not None:
+        shorter, most = shortlist(configs, model, key)
+        return shorter, model, most
+    return configs, model, MOST
 
 
 def _gpu(world: World) -> Gpu:

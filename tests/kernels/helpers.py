@@ -85,6 +85,13 @@ def assert_raises(error: type[Exception], match: str, call: Callable[[Any], Any]
         on_ranks(2, call)
 
 
+def assert_refused(
+    operator: Callable[..., Any], error: type[Exception], match: str, *shapes: Sequence[int], **options: Any
+) -> None:
+    """Assert that `operator` raises `error` on two ranks for operands of these shapes, filled with ones."""
+    assert_raises(error, match, lambda world: operator(*map(torch.ones, shapes), **options))
+
+
 def assert_same_on_all(results: Sequence[torch.Tensor]) -> None:
     assert all(torch.equal(r, results[0]) for r in results)
 

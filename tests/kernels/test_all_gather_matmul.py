@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from .helpers import (
     REGISTERS,
     TMA,
     as_weight,
+    assert_refused,
     assert_within,
     finished_bound,
     inputs,
@@ -133,12 +135,7 @@ def test_settings_that_count_alike_share_an_inbox() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
-    def run(world: Any) -> None:
-        all_gather_matmul(*(torch.ones(shape) for shape in shapes), **options)
-
-    with pytest.raises(error, match=match):
-        on_ranks(2, run)
+bad = functools.partial(assert_refused, all_gather_matmul)
 
 
 def test_bad_arguments() -> None:

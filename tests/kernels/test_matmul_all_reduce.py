@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from .helpers import (
     TINY,
     TMA,
     UNIT,
+    assert_refused,
     assert_same_on_all,
     assert_within,
     finished_bound,
@@ -108,12 +110,7 @@ def test_shapes_in_turn() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
-    def run(world: Any) -> None:
-        matmul_all_reduce(*(torch.ones(shape) for shape in shapes), **options)
-
-    with pytest.raises(error, match=match):
-        on_ranks(2, run)
+bad = functools.partial(assert_refused, matmul_all_reduce)
 
 
 def test_bad_arguments() -> None:

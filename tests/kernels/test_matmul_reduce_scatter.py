@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from .helpers import (
     TINY,
     TMA,
     UNIT,
+    assert_refused,
     assert_within,
     finished_bound,
     on_ranks,
@@ -110,12 +112,7 @@ def test_shapes_and_forms_in_turn() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bad input
-def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
-    def run(world: Any) -> None:
-        matmul_reduce_scatter(*(torch.ones(shape) for shape in shapes), **options)
-
-    with pytest.raises(error, match=match):
-        on_ranks(2, run)
+bad = functools.partial(assert_refused, matmul_reduce_scatter)
 
 
 def test_bad_arguments() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from .helpers import (
     GATHER_FORMS,
     UNIT,
     as_weight,
+    assert_raises,
     assert_within,
     inputs,
     on_ranks,
@@ -135,25 +135,22 @@ def test_interleave() -> None:
         pkt.interleave(gate, up.half())
 
 
-def refused(error: type[Exception], match: str, call: Any) -> None:
-    with pytest.raises(error, match=match):
-        on_ranks(2, lambda world: call())
-
-
 def test_what_does_not_fit_is_refused() -> None:
     a, b = torch.ones(4, 4), torch.ones(4, 6)
     remedy = r'b: found \(4, 5\), wanted an even number of columns for epilogue "swiglu".*pkt.interleave\(gate, up\)'
-    refused(pkt.ShapeError, remedy, lambda: all_gather_matmul(a, b[:, :5].contiguous(), epilogue="swiglu"))
+    assert_raises(pkt.ShapeError, remedy, lambda world: all_gather_matmul(a, b[:, :5].contiguous(), epilogue="swiglu"))
     options: Any = {"epilogue": "swiglu"}
-    refused(
-        pkt.ShapeError, r"bias: found \(3,\), wanted \(6,\)", lambda: all_gather_matmul(a, b, bias=b[0, :3], **options)
+    assert_raises(
+        pkt.ShapeError,
+        r"bias: found \(3,\), wanted \(6,\)",
+        lambda world: all_gather_matmul(a, b, bias=b[0, :3], **options),
     )
-    refused(
+    assert_raises(
         pkt.ShapeError,
         r"out: found \(8, 6\), wanted \(8, 3\)",
-        lambda: all_gather_matmul(a, b, torch.ones(8, 6), **options),
+        lambda world: all_gather_matmul(a, b, torch.ones(8, 6), **options),
     )
-    refused(pkt.ShapeError, "b: found .*wanted 2 dimensions", lambda: all_gather_matmul(a, b[0], **options))
+    assert_raises(pkt.ShapeError, "b: found .*wanted 2 dimensions", lambda world: all_gather_matmul(a, b[0], **options))
     for sums in (matmul_reduce_scatter, matmul_all_reduce):
         match = "found epilogue 'swiglu': wanted 'none' or 'relu'"
-        refused(pkt.Unsupported, match, functools.partial(sums, a, b, **options))
+        assert_raises(pkt.Unsupported, match, lambda world, sums=sums: sums(a, b, **options))

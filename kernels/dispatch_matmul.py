@@ -15,7 +15,6 @@ So a product that takes twice as long as the links waits for its first rows only
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -29,8 +28,8 @@ from pkt.runtime.world import World
 from . import grouped_matmul as grouped
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer, making
 from .dispatch import Dispatched, arrivals, push, rules
+from .dispatch.examples import some_experts
 from .dispatch.host import OPERATOR as DISPATCH
-from .dispatch.host import some_experts
 from .dispatch.plans import plan_low_latency, plan_push_with_routes, pushed, routes_of
 from .dispatch.reference import reference as dispatched
 from .dispatch.reference import undefined
@@ -314,13 +313,18 @@ def default(call: Call) -> str:
     return "push" if hidden and pairs > grouped.FEW_ROWS * sizes["e"] else "unfused"
 
 
+def _experts(call: Call) -> int:
+    """Of all ranks."""
+    return call["e"] * call.world.size
+
+
 def _bound_result(call: Call) -> Shape:
     """The shape of the rows, and the letters of the further results."""
-    size, R, E = call.world.size, call["max_tokens"], call.sizes["e"]
+    R, experts, slots = call["max_tokens"], _experts(call), slots_of(call["max_tokens"], call.world.size)
     check_promise(call, "x", call.given.get("tokens_per_rank"))
     check_weights(call)
-    check_alignment(call, E * size)
-    call.sizes |= {"r": R, "ends": E + 1, "s": slots_of(R, size), "two": 2, "three": 3, "num_experts": E * size}
+    check_alignment(call, experts)
+    call.sizes |= {"r": R, "ends": call["e"] + 1, "s": slots, "two": 2, "three": 3, "num_experts": experts}
     return R, call["h"]
 
 
@@ -350,17 +354,12 @@ def routes(call: Recorded) -> Any:
     return SimpleNamespace(weights=None, **{name: call[name] for name in ("tokens", "places", "source")})
 
 
-def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    call.sizes["num_experts"] = max(1, call["e"] * call.world.size)
-    return some_experts(shape, generator, call)
-
-
 _FEW = {"max_tokens": 40, "alignment": 2, "clear": True}
 OPERATOR = Operator(
     dispatch_matmul,
     tensors={
         "x": Operand("t h", FLOATS),
-        "topk_idx": replace(DISPATCH.tensors["topk_idx"], make=_some_experts),
+        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts(lambda call: max(1, _experts(call)))),
         "topk_weights": DISPATCH.tensors["topk_weights"],
         "w": Operand("e h n", transposed=True, strided=True),
     },

@@ -32,7 +32,7 @@ from pkt.runtime.world import World
 from .. import grouped_matmul as grouped
 from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import MAX_INT, Call, Case, Form, Launch, Operand, Shape, flag, integer
-from ..dispatch.host import some_experts
+from ..dispatch.examples import some_experts, some_weights
 from ..gradients import Backward, Gradients, Recorded
 from ..grouped_outer import grouped_outer
 from ..operator import Operator
@@ -198,15 +198,6 @@ def _backward(call: Recorded) -> Gradients:
     return found
 
 
-def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    call.sizes["num_experts"] = max(1, call["e"])
-    return some_experts(shape, generator, call)
-
-
-def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    return torch.rand(shape, generator=generator)
-
-
 INT32 = (torch.int32,)
 LARGE = {"t": 256, "h": 512, "k": 8, "e": 8, "n": 256}
 FEW_TILES = {"tiles": (16, 64, 64)}
@@ -215,8 +206,8 @@ OPERATOR = Operator(
     all_gather_grouped_matmul,
     tensors={
         "x": Operand("t h", FLOATS),
-        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=_some_experts),
-        "topk_weights": Operand("t k", (torch.float32,), make=_some_weights),
+        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts(lambda call: max(1, call["e"]))),
+        "topk_weights": Operand("t k", (torch.float32,), make=some_weights),
         "w": Operand("e h n", transposed=True, strided=True),
     },
     result=_bound_result,

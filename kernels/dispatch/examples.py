@@ -1,6 +1,9 @@
-"""A routing for tests, other in each launch: what `dispatch` would return, as far as `combine` reads it."""
+"""Operands for tests: experts of tokens; and a routing, other in each launch, as far as `combine` reads what `dispatch`
+returns."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -53,6 +56,16 @@ def some_slots(shape: Shape, generator: torch.Generator, call: Call) -> torch.Te
     return slots(call, call.world.rank, t.expand(-1, call.world.size), d).int().view(shape)
 
 
+def some_experts(count: Callable[[Call], int]) -> Callable[[Shape, torch.Generator, Call], torch.Tensor]:
+    """Of each token, of so many experts; a third of the places have none."""
+
+    def make(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+        chosen = torch.randint(0, count(call), shape, generator=generator)
+        return torch.where(torch.rand(shape, generator=generator) < 1 / 3, -1, chosen)
+
+    return make
+
+
 def some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Of each row."""
+    """From 0 to 1."""
     return torch.rand(shape, generator=generator)

@@ -31,6 +31,7 @@ from ..shared import nodes
 from ..shared.checks import FLOATS
 from ..shared.fp8 import FP8
 from . import rules
+from .examples import some_experts, some_weights
 from .gradients import OF_DISPATCH
 from .plans import plan_low_latency, plan_nodes, plan_push, scales_of, tokens_over_nodes
 from .reference import reference, undefined
@@ -113,17 +114,6 @@ def _bound(call: Call) -> Shape:
     return R, call["h"]
 
 
-def some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Experts for tests, a third of the places with none."""
-    n = call["num_experts"]
-    chosen = torch.randint(0, n, shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < 1 / 3, -1, chosen)
-
-
-def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    return torch.rand(shape, generator=generator)
-
-
 INT32 = (torch.int32,)
 FEW = {"num_experts": 5, "max_tokens": 128, "alignment": 2, "clear": True}
 SCALED = {"given": ("scales",)}
@@ -132,9 +122,9 @@ OPERATOR = Operator(
     dispatch,
     tensors={
         "x": Operand("t h", (*FLOATS, FP8)),
-        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts),
-        "topk_weights": Operand("t k", (torch.float32,), make=_some_weights),
-        "scales": Operand("t g", (torch.float32,), optional=True, make=_some_weights),
+        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts(lambda call: call["num_experts"])),
+        "topk_weights": Operand("t k", (torch.float32,), make=some_weights),
+        "scales": Operand("t g", (torch.float32,), optional=True, make=some_weights),
     },
     result=_bound,
     also={

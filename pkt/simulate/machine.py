@@ -476,9 +476,16 @@ class Machine:
         if threading.get_ident() != (self.thread if aside is None else aside.thread):
             raise Unsupported.thread(call, threading.current_thread().name)
 
-    def meet(self, value: Any, what: str, among: tuple[int, ...]) -> list[tuple[Any, str]]:
+    def settle(self) -> None:
+        """Note that all work which the host code that runs now has queued so far has been done."""
+        host = self.host("synchronize()")
+        host.settled = host.task.clock.copy()
+        host.task.clock[host.task.column] += 1
+
+    def meet(self, value: Any, what: str, among: tuple[int, ...], queued: bool = True) -> list[tuple[Any, str]]:
         """Return the (value, what) of the hosts of the ranks `among`, in this order, once all of them have called.
-        Everything before the call is ordered before everything after it, on these ranks."""
+        Everything before the call is ordered before everything after it, on these ranks. queued: false for a call that
+        on GPUs waits for no device work, so that it orders only what the host code knows to be done."""
         host = self.host(what)
         task = host.task
         task.loops.clear()
@@ -487,7 +494,8 @@ class Machine:
         ordinal = among, host.calls[among]
         meeting = self.meetings.setdefault(ordinal, Meeting())
         meeting.values[host.rank] = (value, what)
-        meeting.clock = task.clock if meeting.clock is None else self.clocks.join(meeting.clock, task.clock)
+        clock = task.clock if queued else self.clocks.fit(host.settled)
+        meeting.clock = clock if meeting.clock is None else self.clocks.join(meeting.clock, clock)
         meeting.time = max(meeting.time, task.time)
         if len(meeting.values) < len(among):
             self.block(meeting)
@@ -498,7 +506,8 @@ class Machine:
                     other.task.blocked = None
                     self.ready.append(other.task)
         host.call = ""
-        task.clock = self.clocks.fit(meeting.clock).copy()
+        host.settled = self.clocks.join(host.settled, meeting.clock)
+        task.clock = self.clocks.join(task.clock, meeting.clock)
         task.clock[task.column] += 1
         task.time = meeting.time
         return [meeting.values[r] for r in among]

@@ -14,6 +14,7 @@ from pkt.errors import CollectiveMismatch, HeapFull, LostSignal, PktError, Unsup
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
+from pkt.runtime.memory.agreement import HEAP_CALL
 from pkt.runtime.world import World
 from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine
@@ -24,6 +25,8 @@ from pkt.simulate.turns import turn
 from pkt.trace import Timeline
 from pkt.wording import call_text
 
+FREE = "free()"
+UNORDERED = (HEAP_CALL, FREE)  # collective calls that on GPUs wait for no device work
 POISON = 0xFF  # the bytes of fresh memory: NaN in every float format, -1 in the integers
 
 
@@ -80,8 +83,8 @@ class SimulatedRank:
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         # A launch of any rank may still use it: on GPUs its memory is reused after the next collective call only.
-        self.synchronize()
-        self.exchange(None, "free()", among)
+        self.machine.finish_launches()
+        self.exchange(None, FREE, among)
         region = self._regions.pop(block.offset)
         self.machine.device.check_far(region)
         region.freed_at, self.machine.freed = block.site, True
@@ -90,7 +93,7 @@ class SimulatedRank:
 
     def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
         among = among or tuple(range(self.size))
-        brought = self.machine.meet(value, what, among)
+        brought = self.machine.meet(value, what, among, queued=not what.startswith(UNORDERED))
         if len({name for _, name in brought}) > 1:
             places = whereabouts(self.machine)
             said = {r: f"{call_text(name, value)} {places[r]}" for r, (value, name) in zip(among, brought)}
@@ -102,6 +105,7 @@ class SimulatedRank:
 
     def synchronize(self) -> None:
         self.machine.finish_launches()
+        self.machine.settle()
 
     def timed(self, run: Callable[[], Any], among: tuple[int, ...] | None = None) -> tuple[Any, float]:
         result, microseconds = self.machine.timed(run, among or tuple(range(self.size)))

@@ -164,6 +164,8 @@ class Stream:
                 written = self._written(name, args, kwargs)
                 if m.races and not any(part in name for part in _SOME_ELEMENTS):
                     self._record(name, args, tensors, written)
+                if not written:  # on a GPU some of these wait for the result
+                    m.settle()
                 self._polled(task, name, [] if written else tensors)
         finally:
             host.waits = False

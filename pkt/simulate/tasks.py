@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import greenlet
+import numpy as np
 import torch
 
 from pkt.simulate.faults import Site
@@ -145,6 +146,7 @@ class Host:
         self.queue: deque[Launch] = deque()  # the launches after it
         self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
         self.finished_at = 0.0
+        self.settled: Any = np.zeros(0, np.int64)  # clock of the device work that its host code knows to be done
         self.watched = False  # it holds plain tensors over other ranks' memory
         self.waits = False  # for its launches, in a torch function
         self.calls: Counter[tuple[int, ...]] = Counter()  # collective ones, by the ranks that meet

@@ -195,3 +195,36 @@ def test_a_copy_of_what_is_not_contiguous_is_a_read() -> None:
             x.t().reshape(-1)
 
     assert set(failures(main, 2, SEEDS)) == set(SEEDS)
+
+
+def fill_then(world: Any, call: Callable[[Any, Any, Any], Any]) -> None:
+    """Host code queues a write, makes a call, and launches a kernel that reads the peer's copy."""
+    x, spare, out = pkt.zeros(8), pkt.empty(4), torch.zeros(8)
+    x.fill_(float(world.rank))
+    call(world, x, spare)
+    read_peer[(1,)](x, out, world.device, 8)
+
+
+UNORDERED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "empty": lambda world, x, spare: pkt.empty(4),
+    "free": lambda world, x, spare: spare.free(),
+}
+ORDERED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "zeros": lambda world, x, spare: pkt.zeros(4),
+    "signals": lambda world, x, spare: pkt.signals(1, unwaited=True),
+    "synchronize": lambda world, x, spare: (world.synchronize(), pkt.empty(4)),
+    "item": lambda world, x, spare: (x[0].item(), spare.free()),
+}
+
+
+@pytest.mark.parametrize("how", UNORDERED)
+def test_a_heap_call_orders_no_queued_work(how: str) -> None:
+    """On GPUs it waits for no device work, so that a fast rank's kernel may read before a slow rank's fill."""
+    found = failures(fill_then, 2, SEEDS, args=(UNORDERED[how],))
+    assert set(found) == set(SEEDS)
+    assert all(isinstance(race, DataRace) and "host code" in str(race) for race in found.values())
+
+
+@pytest.mark.parametrize("how", ORDERED)
+def test_a_call_that_waits_for_the_device_orders_the_work_before_it(how: str) -> None:
+    assert failures(fill_then, 2, SEEDS, args=(ORDERED[how],)) == {}

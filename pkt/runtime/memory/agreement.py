@@ -18,6 +18,7 @@ from pkt.runtime.backend import Backend
 from pkt.wording import dtype_text
 
 EVERY = 32  # calls between two looks at the peers' journals
+HEAP_CALL = "heap call"  # begins the name of an exchange of requests
 
 
 class Request(NamedTuple):
@@ -60,7 +61,7 @@ class Agreement:
         packed = f"{op}\x1f{number}\x1f{shape}\x1f{dtype}\x1f{kind}\x1f{site[-200:]}"
         self.ordinal += 1
         if self._journal is None:
-            said = self.backend.exchange(packed, f"heap call #{self.ordinal}")
+            said = self.backend.exchange(packed, f"{HEAP_CALL} #{self.ordinal}")
             if len(set(map(_compared, said))) > 1:
                 raise _mismatch(dict(enumerate(said)), self.backend.rank)
             return

@@ -156,11 +156,21 @@ def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL,
 
 
 @triton.jit
+def _as_element(value, ptr):
+    """`value` in the type and the shape of what `ptr` points to. `tl.atomic_cas` casts nothing, other than its like."""
+    value = tl.cast(value, ptr.dtype.element_ty)
+    if ptr.type.is_block():
+        value = tl.broadcast_to(value, ptr.shape)
+    return value
+
+
+@triton.jit
 def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = value` on rank `peer` if it is `expected`; returns the old value. `atom.global.<sem>.sys.cas`. Takes no
     mask, like `tl.atomic_cas`."""
     _before_release(sem)
-    return tl.atomic_cas(address.near(ptr, peer, world, "pl.atomic_cas"), expected, value, sem=sem, scope=scope)
+    at = address.near(ptr, peer, world, "pl.atomic_cas")
+    return tl.atomic_cas(at, _as_element(expected, at), _as_element(value, at), sem=sem, scope=scope)
 
 
 @triton.jit

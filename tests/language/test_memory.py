@@ -235,6 +235,21 @@ def test_a_scalar_atomic_runs_once_at_system_scope_behind_a_barrier(arch, sem, o
     assert set(ops[len(before) + 1 :]) <= {"bar.sync"}
 
 
+@triton.jit
+def cas_kernel(x, y, n, world, B: tl.constexpr):
+    o = tl.arange(0, B) if B > 0 else 0
+    tl.store(y + o, pl.atomic_cas(x + o, n, 1, 3, world, sem="relaxed"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("dtype", "bits"), [("i32", 32), ("i64", 64), ("u64", 64), ("fp32", 32), ("fp16", 16)])
+def test_atomic_cas_casts_numbers_to_the_type_of_the_elements(arch, dtype, bits):
+    k = compiled(cas_kernel, "*" + dtype, "*" + dtype, 7, device_world(), 0, arch=arch)
+    assert count(k, rf"atom\.global\.relaxed\.sys\.cas\.b{bits}") == 1
+    k = compiled(cas_kernel, "*" + dtype, "*" + dtype, 7, device_world(), 512, arch=arch)
+    assert count(k, rf"atom\.global\.relaxed\.sys\.cas\.b{bits}") == 512 // 128
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("scope", ["sys", "gpu"])
 @pytest.mark.parametrize("dtype", ["i32", "fp64"])

@@ -190,6 +190,32 @@ def test_atomics_update_a_peers_copy(seed: int) -> None:
 
 
 @triton.jit
+def claims(x, old, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(old + i, pl.atomic_cas(x + i, -1, 10 * i + world.rank, 0, world))
+    tl.store(old + N, pl.atomic_cas(x + N, -1, 1 << 20, 0, world))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
+def test_atomic_cas_takes_numbers_as_the_other_atomics(dtype: torch.dtype, seed: int) -> None:
+    def main(world: Any) -> tuple[list, list]:
+        x, old = pkt.full(5, -1, dtype=dtype), torch.zeros(5, dtype=dtype)
+        claims[(1,)](x, old, world.device, 4)
+        world.barrier()
+        return x.tolist(), old.tolist()
+
+    said = launch(main, seed=seed)
+    (words, _), seen = said[0], [old for _, old in said]
+    for i in range(4):
+        winners = [rank for rank in range(3) if seen[rank][i] == -1]
+        assert len(winners) == 1
+        assert words[i] == 10 * i + winners[0]
+        assert {seen[rank][i] for rank in range(3)} == {-1, words[i]}
+    assert words[4] == 1 << 20
+
+
+@triton.jit
 def histogram(counts, old, world, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
     o = tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, COLUMNS)[None, :]
     i = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

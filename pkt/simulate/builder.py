@@ -366,7 +366,17 @@ class Builder(InterpreterBuilder):
         raise Unsupported.simulated(f"inline assembly {inlineAsm!r:.120}", str(site()), _INSTEAD)
 
     def create_print(self, prefix, hex, values, isSigned):
-        super().create_print(f"rank {self.pkt.rank}{prefix}", hex, values, isSigned)
+        """Prints the values, in hexadecimal their bits."""
+        begin = f"({', '.join(map(str, self.grid_idx))}) rank {self.pkt.rank}{prefix}"
+        for value in values:
+            if hex:
+                bits = np.ascontiguousarray(value.data).view(_UNSIGNED_OF[value.data.itemsize])
+                text = np.array2string(bits, formatter={"int": f"0x{{:0{2 * bits.itemsize}x}}".format})
+            else:
+                text = str(decode(value.data, value.dtype.scalar))
+            print(f"{begin} {text}")
+        if not values:
+            print(begin)
 
     def create_grid_dependency_wait(self) -> None:
         """Nothing, as for `launch_dependents`: the kernels of a rank run one after the other."""

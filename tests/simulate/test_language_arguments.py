@@ -152,6 +152,38 @@ def test_device_print_names_the_rank(capsys: pytest.CaptureFixture) -> None:
 
 
 @triton.jit
+def says_block(x, HEX: tl.constexpr):
+    tl.device_print("block", tl.load(x + tl.arange(0, 2)), hex=HEX)
+    tl.device_print("no value")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plain", "bits"),
+    [
+        (torch.int32, "[-2  3]", "[0xfffffffe 0x00000003]"),
+        (torch.int8, "[-2  3]", "[0xfe 0x03]"),
+        (torch.float32, "[-2.  3.]", "[0xc0000000 0x40400000]"),
+        (torch.bfloat16, "[-2.  3.]", "[0xc000 0x4040]"),
+        (torch.float8_e4m3fn, "[-2.  3.]", "[0xc0 0x44]"),
+    ],
+    ids=str,
+)
+def test_device_print_shows_values_or_their_bits(
+    dtype: torch.dtype, plain: str, bits: str, capsys: pytest.CaptureFixture
+) -> None:
+    x = torch.tensor([-2.0, 3.0]).to(dtype)
+    run(says_block, (1,), x, False)
+    run(says_block, (1,), x, True)
+    begin = "(0, 0, 0) rank 0"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{begin} block:  {plain}",
+        f"{begin} no value",
+        f"{begin} block:  {bits}",
+        f"{begin} no value",
+    ]
+
+
+@triton.jit
 def asserts(x, n):
     o = tl.arange(0, 4)
     tl.device_assert(tl.load(x + o) < n, "too large", mask=o < 3)

@@ -262,6 +262,16 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs, mask, other, *policy, **named):
         return self._load(ptrs, mask, other, named.get("is_volatile", policy[-1] if policy else False))
 
+    def create_tensor_pointer_load(self, ptr, boundary_check, padding_option, *policy):
+        """As Triton's, whose padding with NaN is 0 in the integers that hold bf16 and fp8."""
+        if padding_option != ir.PADDING_OPTION.PAD_NAN:
+            return super().create_tensor_pointer_load(ptr, boundary_check, padding_option, *policy)
+        ptrs, mask = ptr.materialize_pointers(boundary_check)
+        ty = ptrs.get_element_ty()
+        nan = np.full(ptrs.data.shape, np.nan, np.float32)
+        other = encode(nan, ty) if ty.name in BITS else nan.astype(np_dtype(ty))
+        return self.create_masked_load(ptrs, mask, handle(other, ty), *policy)
+
     def _load(self, ptrs, mask, other, volatile):
         ty = ptrs.get_element_ty()
         return handle(self.loaded(ptrs.data, np_dtype(ty), mask, other, bool(volatile)), ty)

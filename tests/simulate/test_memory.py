@@ -385,6 +385,18 @@ if not NEWEST:  # newer releases have no block pointers
         assert_same(y[:5], x + 1)
         assert (y[5] == 0).all()
 
+    @triton.jit
+    def block_pointer_nan(x, y, N: tl.constexpr):
+        p = tl.make_block_ptr(x, (3,), (1,), (0,), (N,), (0,))
+        tl.store(y + tl.arange(0, N), tl.load(p, boundary_check=(0,), padding_option="nan"))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+    def test_block_pointers_pad_with_nan(dtype: torch.dtype) -> None:
+        x, y = torch.arange(3).to(dtype), torch.zeros(4).to(dtype)
+        run(block_pointer_nan, (1,), x, y, 4)
+        assert y[:3].float().tolist() == [0, 1, 2]
+        assert y[3].float().isnan()
+
 
 # -- wrong addresses -------------------------------------------------------------------------------------------------
 

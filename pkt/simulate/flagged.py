@@ -49,6 +49,9 @@ class Flagged(Atomics):
             else:
                 self._write(access, data, "atomic", is_async=False)
             self.detector.publish(access.first(), None, task, "system")  # no clock, only the time of arrival
+        if m.schedule.victim is not None:  # nothing orders the words: late ones would not come before a slow rank takes
+            self._commit(task, lambda p: any(p.access is access for access, _ in parts))
+            m.pause()
 
     def take_flagged(
         self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any, values: int = VALUES

@@ -3,7 +3,7 @@
 Seed 0 is the plain order: programs run until they block, and stores are visible at once. The other seeds take turns
 with these policies:
 
-adversarial   one rank is slow, and no store is visible before something orders it
+adversarial   one rank is slow, and no store is visible before something orders it; flagged words are at once
 late atomics  random; atomics, too, become visible late, relaxed ones in any order
 uniform       before each access, any program that can run is as likely to go on as any other
 random        programs run for stretches, whose length depends on the seed

@@ -302,6 +302,14 @@ def test_one_half_alone_deadlocks() -> None:
     assert "wanted == " in str(report.findings[0])
 
 
+@pytest.mark.machine
+@pytest.mark.parametrize("how", ["each", "all"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_few_schedules_with_a_slow_rank_find_words_that_are_put_too_early(ranks: int, how: str) -> None:
+    report = pkt.simulate(exchange, ranks, seeds=[3, 6, 9, 12], args=(1, how), sms=1)
+    assert {f.kind for f in report.findings} == {"Deadlock"}
+
+
 def test_a_plain_load_of_a_word_is_a_race() -> None:
     report = pkt.simulate(exchange, 2, seeds=20, args=(2, "plainly"), sms=1)
     assert "DataRace" in {f.kind for f in report.findings}

@@ -31,7 +31,7 @@ from rich.text import Text
 import pkt.language as pl
 from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
-from pkt.model import rates
+from pkt.model import files, rates
 from pkt.model.gpu import H200, gluon_lacks
 from pkt.networks import Fabric
 from pkt.networks import examine as examine_networks
@@ -432,7 +432,7 @@ def _rates_table(report: Report) -> Table:
         ("copy, read and written", f"{report.rates['memory'] / 1e9:.0f} GB/s"),
         ("out of a GPU", f"{report.rates['link'] / 1e9:.0f} GB/s"),
     ]
-    return _table(f"Rates kept for the cost model, in {rates.folder()}", ("", ""), rows)
+    return _table(f"Rates kept for the cost model, in {files.folder()}", ("", ""), rows)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

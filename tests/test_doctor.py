@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import pkt
 from pkt import cli, doctor
 from pkt.errors import DriverError, RankFailed
 from pkt.language.inspect import compile_only, device_world
-from pkt.model import rates
+from pkt.model import files, rates
 from pkt.model.gpu import H100, H200
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from tests.runtime.fake_driver import FakeDriver, FakeGpu
@@ -330,10 +331,54 @@ def test_rates_that_cannot_be_measured_or_read_are_none(tmp_path):
     report, kept = rates_kept(fails)
     assert (report.status, kept) == (0, None)
     assert "note: the cost model has no rates of FakeGPU: RuntimeError: out of memory" in text(report)
-    rates.folder().mkdir(parents=True, exist_ok=True)
-    for content in ("[]", "{", '{"format": 2, "gpus": {}}', '{"format": 1, "gpus": {"FakeGPU": {"sms": 132}}}'):
-        (rates.folder() / "rates.json").write_text(content)
+    files.folder().mkdir(parents=True, exist_ok=True)
+    for content in (
+        "[]",
+        "{",
+        '{"format": 2, "gpus": {}}',
+        '{"format": 1, "gpus": {"FakeGPU": {"sms": 132}}}',
+        "[" * 100_000,
+    ):
+        (files.folder() / "rates.json").write_text(content)
         assert rates.measured("FakeGPU") is None
+
+
+@pytest.mark.parametrize(
+    "sms", [0, 0.5, 10**400, float("inf"), float("nan"), True, "132"], ids=lambda sms: str(sms)[:5]
+)
+def test_rates_that_no_gpu_has_are_none(sms):
+    rates.store("FakeGPU", {"sms": sms, "product": 1e-4, "memory": 4e12, "link": 4e11})
+    assert rates.measured("FakeGPU") is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_rates_are_read_from_a_regular_file_only(make):
+    """Another one neither blocks nor raises: PKT_TUNE_CACHE may be a folder of others."""
+    rates.store("FakeGPU", {"sms": 132, "product": 1e-4, "memory": 4e12, "link": 4e11})
+    assert rates.measured("FakeGPU")
+    path = files.folder() / "rates.json"
+    path.rename(files.folder() / "elsewhere")
+    make(path)
+    assert rates.measured("FakeGPU") is None
+
+
+def test_rates_that_two_programs_keep_at_once_are_both_kept(monkeypatch):
+    given = {"sms": 132, "product": 1e-4, "memory": 4e12, "link": 4e11}
+    other = threading.Thread(target=rates.store, args=("OtherGPU", given))
+    read = rates._read
+
+    def late():
+        found = read()
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it would end in this time if it had not to wait
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "_read", late)
+        rates.store("FakeGPU", given)
+        other.join()
+    assert rates.measured("FakeGPU") == rates.measured("OtherGPU") == given
 
 
 def test_times_of_a_product_and_a_copy(monkeypatch):

@@ -1,45 +1,33 @@
 """Choices of earlier runs, in JSON files that several jobs may share.
 
 Each operator or kernel has a file under PKT_TUNE_CACHE or the user's cache directory: {"format": 1, "choices": {case:
-choice}}, where a case is everything that a choice depends on, as text. Only rank 0 reads and writes. A writer holds a
-lock, reads the file, adds its choice and replaces the file, so readers need no lock and two writers lose nothing.
-
-Other people and programs can write to the folder, so nothing in it is trusted. Only regular files are opened, no
-symbolic link is followed, at most MOST_BYTES are read, and a writer waits LOCK_SECONDS for the lock. Anything else
-costs one warning, and the tuner goes on as if nothing was kept. A file in another format is left as it is.
+choice}}, where a case is everything that a choice depends on, as text. Only rank 0 reads and writes. A file that
+pkt.model.files cannot read or write costs one warning, and the tuner goes on as if nothing was kept. A file in another
+format is left as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
-import stat
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from pkt.model import files
 from pkt.model.config import Config
-from pkt.model.rates import folder
 from pkt.runtime.world import World
 
 FORMAT = 1
-MOST_BYTES = 16 << 20
-"""Of a file: about 50,000 choices."""
-LOCK_SECONDS = 5.0
-"""A writer holds the lock for milliseconds."""
 DEEPEST = 4  # lists in lists in a setting
 LONGEST = 1000  # characters of a text in a setting
 
@@ -99,11 +87,10 @@ def store(world: World, what: str, text: str, config: Config, seconds: float) ->
         if not _is_choice(choice):
             raise OSError(f"{config} in {seconds} s is longer than a reader takes, or has numbers that are none")
         path = _path(what)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with files.locked(path):
             choices = _read(path)
             if choices is not None:
-                _replace(path, {"format": FORMAT, "choices": {**choices, text: choice}})
+                files.replace(path, {"format": FORMAT, "choices": {**choices, text: choice}})
     except OSError as error:
         _warn(path, f"cannot be written ({error}): what was tuned is forgotten when this process ends")
 
@@ -116,7 +103,7 @@ def _path(what: str) -> Path:
     name = re.sub(r"\W", "_", what)
     if name != what:  # two names may become the same
         name += "-" + hashlib.sha256(what.encode()).hexdigest()[:8]
-    return folder() / f"{name}.json"
+    return files.folder() / f"{name}.json"
 
 
 def _choices(what: str) -> dict[str, Any]:
@@ -132,7 +119,7 @@ def _choices(what: str) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """The choices of a file; {} if there is no file; None, with one warning, for a file in another format."""
     try:
-        content = json.loads(_text(path))
+        content = json.loads(files.text_of(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -179,58 +166,6 @@ def _is_setting(value: Any, deep: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
         return deep < DEEPEST and all(_is_setting(part, deep + 1) for part in value)
     return value is None
-
-
-# ---------------------------------------------------------------------------------------------------------- the files
-def _open(path: Path | str, flags: int) -> int:
-    """A descriptor of a regular file. Does not block. Raises OSError for a symbolic link, FIFO, device or folder."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(f"{os.fspath(path)} is no regular file")
-
-
-def _text(path: Path) -> str:
-    """The content of a file of at most MOST_BYTES. Raises OSError, ValueError."""
-    with open(_open(path, os.O_RDONLY), "rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise OSError(f"it is longer than {MOST_BYTES} bytes")
-    return content.decode()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time. The lock ends with the process that holds it. Raises OSError after LOCK_SECONDS."""
-    lock, end = f"{path}.lock", time.monotonic() + LOCK_SECONDS
-    descriptor = _open(lock, os.O_RDWR | os.O_CREAT)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise OSError(f"another process has held {lock} for {LOCK_SECONDS:g} s") from None
-                time.sleep(0.01)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file so that readers see the whole old or the whole new one. Call it under the lock. Raises OSError."""
-    written = json.dumps(content, indent=1, sort_keys=True).encode()
-    if len(written) > MOST_BYTES:
-        raise OSError(f"it would be longer than {MOST_BYTES} bytes: remove it to tune into a new one")
-    fresh = Path(f"{path}.new")
-    fresh.unlink(missing_ok=True)  # of a writer that died
-    with open(_open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-        file.write(written)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
 
 
 def _warn(path: Path | str, what: str) -> None:

@@ -17,6 +17,7 @@ import torch
 import pkt
 from pkt.kernels import choosing, declaration
 from pkt.kernels import operator as operators
+from pkt.model import files
 from pkt.model.config import Config
 from pkt.model.gpu import H200
 from pkt.runtime.processes import wire
@@ -119,7 +120,7 @@ def test_a_hard_link_is_not_cut_off(folder, tmp_path):
 
 
 def test_a_lock_that_is_held_costs_a_warning(folder, monkeypatch):
-    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     with open(folder / f"{WHAT}.json.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         start = time.monotonic()
@@ -134,12 +135,12 @@ def test_a_lock_that_is_held_costs_a_warning(folder, monkeypatch):
 def test_a_lock_that_is_let_go_in_time_is_taken(folder, monkeypatch):
     held = open(folder / f"{WHAT}.json.lock", "w")
     fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(cache.time, "sleep", lambda seconds: held.close())
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: held.close())
     assert both_ways()[1:] == (Config(mode="lcsc"), [])
 
 
 def test_a_file_that_is_too_long_is_not_read_or_written(folder, monkeypatch):
-    monkeypatch.setattr(cache, "MOST_BYTES", 2000)
+    monkeypatch.setattr(files, "MOST_BYTES", 2000)
     path = folder / f"{WHAT}.json"
     path.write_text(json.dumps({"format": 1, "choices": {case(): {"config": {}, "seconds": 1.0}}}) + 2000 * " ")
     before, after, said = both_ways()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,10 +63,16 @@ class Autotuned:
         self.fn, self.plan = fn, plan
         self.searches: dict[str, Search] = {}
         """The searches of this process, by case."""
-        names = list(self.target.parameters)
-        self._places = [(name, names.index(name)) for name in plan.key]
+        self._places = [(name, self._place(name)) for name in plan.key]
         self._memory = ("tune.autotune", self)
         functools.update_wrapper(self, self.target.python)
+
+    def _place(self, name: str) -> slice:
+        """Where among the positional arguments of a call the values of a parameter are."""
+        at, kind = list(self.target.parameters).index(name), self.target.parameters[name].kind
+        if kind is inspect.Parameter.KEYWORD_ONLY:
+            return slice(0)
+        return slice(at, None if kind is inspect.Parameter.VAR_POSITIONAL else at + 1)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         if not self.target.is_kernel:
@@ -103,10 +110,10 @@ class Autotuned:
             elif isinstance(value, World):
                 world = value
         for name, place in self._places:
-            value = args[place] if place < len(args) else named.get(name)
-            case.append(value.shape if isinstance(value, torch.Tensor) else value)
-            if isinstance(value, (list, tuple)):  # which may hold lists
-                case[-1] = plain_key(self.target.call, {name: value})[name]
+            for value in args[place] or (named.get(name),):
+                case.append(value.shape if isinstance(value, torch.Tensor) else value)
+                if isinstance(value, (list, tuple)) or type(value).__hash__ is None:  # which may hold lists
+                    case[-1] = plain_key(self.target.call, {name: value})[name]
         return world or current_world(self.target.call), tuple(case)
 
     def _choose(

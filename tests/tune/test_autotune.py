@@ -3,6 +3,7 @@
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -214,6 +215,27 @@ def test_lists_enter_the_case_as_tuples():
     assert list(tuned.searches) == ["m=(2, (4,))"]
 
 
+def test_keys_behind_other_positional_arguments_are_told_apart():
+    tuned = autotune(candidates(4), key=["more", "k"], timer=lambda w: Rough(w, lambda n: 9.0 - n))(
+        lambda m, *more, k=0, n: n
+    )
+
+    def main(world):
+        for args, named in (
+            ((1, 2, 3), {"k": 4}),
+            ((1, 2, 3), {"k": 5}),
+            ((1, 2, 4), {"k": 5}),
+            ((1,), {"k": 5}),
+            ((1,), {}),
+        ):
+            tuned(*args, **named)
+
+    in_threads(1, main)
+    assert list(tuned.searches) == [
+        "more=(2, 3), k=4", "more=(2, 3), k=5", "more=(2, 4), k=5", "more=(), k=5", "more=(), k=0"
+    ]  # fmt: skip
+
+
 def test_buckets_share_a_choice_also_where_ranks_differ():
     tuned = counting(key=["m", "k"], bucket={"m": triton.next_power_of_2})
 
@@ -328,8 +350,9 @@ def test_wrong_arguments_are_refused_when_called():
             counting(key=["m"])(k=2)
         with pytest.raises(ShapeError, match="bucket: found 'k', wanted names of the key: m"):
             counting(key=["m"], bucket={"k": triton.next_power_of_2})(1, 2)
-        with pytest.raises(pkt.DtypeError, match="key 'm': found object, wanted a tensor"):
-            counting(key=["m"])(object(), 2)
+        for value in (object(), {"a": 1}, {1}, np.ones(2)):
+            with pytest.raises(pkt.DtypeError, match=f"key 'm': found {type(value).__name__}, wanted a tensor"):
+                counting(key=["m"])(value, 2)
 
     in_threads(1, main)
 

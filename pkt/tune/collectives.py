@@ -13,6 +13,7 @@ from rich.text import Text
 from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import Operator
 from pkt.model.gpu import Gpu
+from pkt.tune.prediction import check_held
 from pkt.tune.printed import Printed
 from pkt.wording import dtype_text, size_text
 
@@ -68,6 +69,7 @@ def copies(operator: Operator, shape: Any, dtype: Any, size: int, gpu: Gpu, mult
     lengths = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (-1,)
     if not all(type(n) is int and n >= 0 for n in lengths):
         raise ShapeError.argument(CALL, "shape", repr(shape), "the shape of x, as in (4096, 8192)")
+    check_held(CALL, "shape", lengths)
     found = next((d for d in operator.tensors["x"].dtypes if dtype_text(d) == dtype_text(dtype)), None)
     if found is None:
         wanted = ", ".join(dtype_text(d) for d in operator.tensors["x"].dtypes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pkt.tune import cache, tables
 from pkt.tune.across import Across, asked_of, check_across, check_nodes, explained
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.collectives import Copies, copies
+from pkt.tune.prediction import check_held
 from pkt.tune.printed import Printed
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
@@ -189,11 +191,12 @@ def _collective(op: Any) -> Operator | None:
 
 def _asked(op: Any, M: Any, N: Any, K: Any, shape: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:
     """The operator, and the case as tables and models have it."""
-    if shape is not None:
-        raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
     operator = _product(op)
     assert operator.tuning is not None
+    if shape is not None:
+        raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
     check_counts(CALL, M=M, N=N, K=K)
+    check_held(CALL, "M, N, K", *combinations((M, N, K), 2))
     if dtype_text(dtype) not in DTYPES:
         raise DtypeError.argument(CALL, "dtype", dtype, ", ".join(DTYPES))
     if "m" in operator.tuning.shared and M % size:

@@ -9,8 +9,10 @@ compared with a measurement: no operator of pkt has run on GPUs of several nodes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from pkt.model.network import Network, TwoLinks
 from pkt.wording import dtype_text
 
 CALL = "pkt.tune.predict"
+MOST_ELEMENTS = 1 << 40
+"""Of a tensor that is asked about: more than the memory of a GPU holds."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def asked(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (-1,)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise ShapeError.argument(call, "shape", repr(shape), "integers from 1, as in (4096, 8192)")
+    check_held(call, "shape", *([sizes] if operator.tuning is None else combinations(sizes, 2)))
     kinds = {dtype_text(t): t for t in next(iter(operator.tensors.values())).dtypes}
     kind = kinds.get(dtype_text(dtype))
     if kind is None:
@@ -152,6 +157,13 @@ def asked(
     lengths = {"x": sizes} if operator.tuning is None else dict(zip("MNK", sizes))
     case = {**lengths, "dtype": dtype_text(kind), "size": nodes * node_size, "node_size": node_size}
     return Asked(operator, mode, sizes, case | {"network": found.name}, key, gpu)
+
+
+def check_held(call: str, name: str, *shapes: Sequence[int]) -> None:
+    """Raise ShapeError for the shape of a tensor that no GPU can hold. name: of the argument that asks for it."""
+    for shape in shapes:
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ShapeError.argument(call, name, f"a tensor {tuple(shape)}", f"at most {MOST_ELEMENTS} elements")
 
 
 def predictable(operator: Operator) -> bool:

@@ -298,7 +298,7 @@ def test_on_the_command_line():
     )
     assert "symmetric tensors save" in run(app, ["explain", "all_reduce", "--shape", "64", "--node-size", "4"]).output
     assert "save the way of 24 MiB" in run(app, ["explain", "all_reduce", "--shape", "4096x4096"]).output
-    for line in (["--shape", "4x"], ["--m", "4", "--n", "4", "--k", "4"], []):
+    for line in (["--shape", "4x"], ["--shape", "9" * 30], ["--m", "4", "--n", "4", "--k", "4"], []):
         assert run(app, ["explain", "all_reduce", *line]).exit_code == 2
 
 
@@ -317,6 +317,13 @@ def test_an_operator_has_three_names(capsys):
         ("ring", {}, ShapeError, r"op.*found 'ring'.*all_gather_matmul \(ag_gemm\)"),
         (pkt.all_reduce, {}, ShapeError, "M, N, K: found .*none with all_reduce, but shape="),
         ("gemm_ar", {"shape": 4}, ShapeError, "shape: found 4, wanted none with a product"),
+        ("ring_attention", {"shape": 4}, ShapeError, "op: found 'ring_attention', wanted all_gather_matmul"),
+        (
+            "gemm_ar",
+            {"N": 1 << 62},
+            ShapeError,
+            r"M, N, K: found a tensor \(4096, 4611686018427387904\), wanted at most",
+        ),
         ("gemm_ar", {"M": 0}, ShapeError, "M.*found 0"),
         ("gemm_ar", {"M": 8.5}, ShapeError, "M: found 8.5, wanted an integer from 1"),
         ("gemm_rs", {"M": 6}, ShapeError, "M.*found 6.*rows that 4 ranks can share"),

@@ -90,6 +90,11 @@ def test_a_prediction_says_what_it_is() -> None:
         ({"network": "400GB"}, ShapeError, "gigabits a second"),
         ({"network": "0Gb"}, ShapeError, "gigabits a second"),
         ({"shape": (0, 3)}, ShapeError, "shape"),
+        (
+            {"shape": (1 << 40, 3)},
+            ShapeError,
+            "shape: found a tensor .1099511627776, 3., wanted at most 1099511627776 elem",
+        ),
         ({"shape": (7, 3)}, ShapeError, "dimension 0 divisible by 16 ranks"),
         ({"dtype": torch.int32}, DtypeError, "dtype"),
     ],

@@ -32,7 +32,7 @@ def load(target: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) in the file is no result of a simulation
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != spec.origin:
             trace = trace.tb_next

@@ -487,6 +487,7 @@ def test_the_command_loads_a_file_as_python_loads_a_script(tmp_path: Path, monke
         ("import no_such_module", "No module named 'no_such_module'"),
         ("\n\nraise ValueError('no data')", "line 3, in <module>"),
         ("\0", "SyntaxError"),
+        ("import sys\n\ndef main(world): world.barrier()\n\nsys.exit(0)", "line 5, in <module>"),
     ],
 )
 def test_the_command_shows_where_a_file_fails_and_no_line_of_its_own(text: str, said: str, tmp_path: Path) -> None:

@@ -198,11 +198,16 @@ def main(
                 break
     except PktError as error:
         typer.echo(str(error), err=True)
+    written = True
     for what, searches in found.items():
-        console.print(f"written: {write(out, what, searches, gpu)}")
+        try:
+            console.print(f"written: {write(out, what, searches, gpu)}")
+        except OSError as error:
+            written = False
+            typer.echo(f"the table of {what} cannot be written: {error}", err=True)
     if any(search.interrupted for searches in found.values() for search in searches):
         raise typer.Exit(130)
-    raise typer.Exit(0 if sum(map(len, found.values())) == len(layers) else 1)
+    raise typer.Exit(0 if written and sum(map(len, found.values())) == len(layers) else 1)
 
 
 def _check_folder(out: Path) -> None:

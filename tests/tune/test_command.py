@@ -189,6 +189,14 @@ def test_a_failure_keeps_the_best_so_far(made_up, monkeypatch, tmp_path):
     assert len(json.loads((tmp_path / "matmul_reduce_scatter.json").read_text())["entries"]) == 1
 
 
+def test_a_table_that_cannot_be_written_is_said_and_the_next_is_written(made_up, monkeypatch, tmp_path):
+    (tmp_path / "all_gather_matmul.json").mkdir()
+    done = run("--all", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "the table of all_gather_matmul cannot be written: [Errno 21] Is a directory" in done.output
+    assert (tmp_path / "matmul_all_reduce.json").is_file()
+
+
 def test_written_tables_have_the_form_of_shipped_ones(made_up, tmp_path):
     run("ag_gemm", "--m", 4096, "--n", 4096, "--k", 4096, "--out", tmp_path)
     ours = json.loads((tmp_path / "all_gather_matmul.json").read_text())

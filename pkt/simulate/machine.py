@@ -225,7 +225,7 @@ class Machine:
         self.order = hash((self.order, task.column, task.accesses))
         try:
             task.greenlet.switch()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit ends a rank, as on GPUs, and not the caller
             if self.trial is not None:
                 raise standstill.ended_trial(self) from error
             raise self._failed(task, error)  # noqa: B904 (an error of pkt's would become its own cause)
@@ -540,7 +540,7 @@ class Machine:
         self.lost = self.lost or stopped
         return stopped
 
-    def _failed(self, task: Task, error: Exception) -> Exception:
+    def _failed(self, task: Task, error: Exception | SystemExit) -> Exception:
         """The error itself if it is one of pkt's, else RankFailed with the rank's traceback."""
         if isinstance(error, PktError):
             return error

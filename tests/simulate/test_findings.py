@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from typing import Any
 
@@ -152,6 +153,20 @@ def test_a_rank_that_raises_ends_the_run(seed: int) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.rank == 1
     assert (f"seed {seed} replays it" in message) is (seed != 0)
+
+
+def test_a_rank_that_calls_sys_exit_does_not_end_the_caller() -> None:
+    """On GPUs, too, it is an error of the rank."""
+
+    def main(world: Any) -> None:
+        if world.rank == 1:
+            sys.exit(0)
+        world.barrier()
+
+    with pytest.raises(RankFailed, match="rank 1 raised:(.|\n)*SystemExit: 0"):
+        pkt.launch(main, ranks=3, device="cpu")
+    (found,) = pkt.simulate(main, ranks=3, seeds=2, max_findings=1).findings
+    assert isinstance(found.failure, RankFailed)
 
 
 def simulators(error: Any) -> list[str]:

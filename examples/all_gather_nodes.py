@@ -7,8 +7,7 @@ arrives there to the ranks of its node while the network carries the next part. 
 over the network, and nodes * (node_size - 1) * n within its node. A shard crosses the network once for each node, and
 not once for each rank. After Triton-distributed's two-dimensional push (all_gather_push_2d).
 
-It has run in the simulator only. On GPUs nodes have one rank so far (docs/scale-out.md), and benchmarks/far.py checks
-the kernel on two of them.
+On GPUs the kernel has run on two nodes of one rank each, in benchmarks/far.py; on more only in the simulator.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _drawn(what: str, total: int | None, shown: bool | None) -> Iterator[_Update
 
 def watched() -> bool:
     """Whether somebody sees what this process says now: on a terminal or in a notebook."""
-    return "ipykernel" in sys.modules or sys.stderr.isatty()
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())  # None: a daemon closed it
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _on_a_terminal(what: str, total: int | None) -> Iterator[_Update]:
         TimeRemainingColumn(),
     )  # fmt: skip
     # What is printed meanwhile must go where it went before, as to the file of `command > file`.
-    redirected = sys.stdout.isatty()
+    redirected = sys.stdout is not None and sys.stdout.isatty()
     console = Console(stderr=True)
     # Without a thread that refreshes the bar, which would keep pkt.simulate from forking.
     quiet: dict[str, Any] = {"console": console, "transient": True, "auto_refresh": False}

@@ -59,14 +59,23 @@ def html_text(text: str) -> str:
 
 def columns(most: int) -> int:
     """The width of what is printed: that of the terminal, `most` at most; `most` in a file, a pipe and a notebook."""
-    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None: a daemon closed it
+    return min(most, shutil.get_terminal_size().columns) if terminal else most
+
+
+class _Text(io.StringIO):
+    """Rich draws lines in ASCII where standard output, to which the text may go, has no others."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def rendered(shown: Any, width: int = 110) -> str:
     """A table of rich, or a group of them, as plain text of at most `width` columns."""
     from rich.console import Console  # here: rich takes longer to import than pkt
 
-    out = io.StringIO()
+    out = _Text()
     Console(width=columns(width), file=out, color_system=None, force_jupyter=False).print(shown)
     return out.getvalue().rstrip()
 

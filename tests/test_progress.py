@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,6 +45,33 @@ def shows(screen: io.StringIO, *words: str) -> bool:
     missing = [word for word in words if word not in screen.getvalue()]
     assert not missing, screen.getvalue()
     return True
+
+
+def test_a_process_may_have_closed_its_streams() -> None:
+    """As daemons do: Python then has None in their places."""
+    code = (
+        "import os, sys\n"
+        "sys.stdout = sys.stderr = None\n"
+        "import pkt\n"
+        "report = pkt.simulate(lambda world: world.barrier(), ranks=2, seeds=2)\n"
+        "found = pkt.explain('all_reduce', shape=8)\n"
+        "with pkt.progress.bar('work', 2, shown=True):\n"
+        "    os.write(1, f'{report}{found}'.encode())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "no finding" in done.stdout, done.stderr
+    assert "all_reduce" in done.stdout
+
+
+@pytest.mark.parametrize(("encoding", "line"), [("utf-8", "┃"), ("ascii", "|"), ("latin-1", "|")])
+def test_a_report_can_be_printed_in_the_encoding_of_standard_output(encoding: str, line: str) -> None:
+    code = "import pkt; print(pkt.simulate(lambda world: world.barrier(), ranks=2, seeds=2))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding=encoding, timeout=120,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{line} what " in done.stdout
 
 
 @KINDS

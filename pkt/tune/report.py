@@ -28,7 +28,7 @@ def report(search: Search) -> Group:
     varied, common = _settings(search.candidates)
     by_model = sorted((c for c in search.candidates if c.predicted is not None), key=lambda c: c.predicted or 0.0)
     place = {c.config: at for at, c in enumerate(by_model, 1)}
-    measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
+    measured = search.measured
     case = ", ".join(f"{name}={value}" for name, value in search.key.items())
     table = Table()
     # Without a model there are no predictions to show.
@@ -38,14 +38,14 @@ def report(search: Search) -> Group:
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold")
     for at, c in enumerate(measured[:SHOWN], 1):
-        assert c.time is not None
+        assert c.time is not None  # 0 on the modelled clock, of a function that launches nothing
         cells = {
             "#": str(at),
             "by model": str(place.get(c.config, "")),
             "predicted, ms": "" if c.predicted is None else milliseconds(c.predicted),
             "measured, ms": milliseconds(c.time),
-            "off": "" if c.predicted is None else _percent(c.predicted / c.time - 1),
-            "spread": f"{(max(c.times) - min(c.times)) / c.time:.0%}" if len(c.times) > 1 else "",
+            "off": "" if c.predicted is None or not c.time else _percent(c.predicted / c.time - 1),
+            "spread": f"{(max(c.times) - min(c.times)) / c.time:.0%}" if len(c.times) > 1 and c.time else "",
         }
         style = "bold" if c.config == search.best else None
         table.add_row(*(cells[name] for name in shown), Text(text_of(c.config, varied)), style=style)

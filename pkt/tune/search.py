@@ -74,14 +74,18 @@ class Search:
     seconds: float
     interrupted: bool = False
 
+    @property
+    def measured(self) -> list[Candidate]:
+        """The candidates that were measured and right, the fastest first."""
+        return sorted((c for c in self.candidates if c.times and not c.dropped), key=lambda c: c.time or 0.0)
+
     def __repr__(self) -> str:
         measured = sum(bool(c.times) for c in self.candidates)
         return f"Search({self.what}: {measured} of {len(self.candidates)} measured, best {self.best})"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the fastest candidates. pkt.tune.report has the whole table."""
-        fastest = sorted((c for c in self.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
-        rows = [(f"{1e3 * (c.time or 0.0):.4g}", c.config) for c in fastest[:SHOWN]]
+        rows = [(f"{1e3 * (c.time or 0.0):.4g}", c.config) for c in self.measured[:SHOWN]]
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return html_text(f"{self!r}\n{case}\n{table(('ms', 'settings'), rows)}")
 

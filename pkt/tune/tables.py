@@ -128,9 +128,9 @@ def source(operator: Operator, key: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def entry(search: Search) -> dict[str, Any]:
     """A search as a table has it: the case, and each candidate that was measured and right, the fastest first."""
-    measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     rows = [
-        {"settings": dict(c.config), "seconds": c.time, "low": min(c.times), "high": max(c.times)} for c in measured
+        {"settings": dict(c.config), "seconds": c.time, "low": min(c.times), "high": max(c.times)}
+        for c in search.measured
     ]
     return {"key": dict(search.key), "measured": rows}
 

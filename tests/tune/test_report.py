@@ -1,8 +1,11 @@
 """The table of a search says what was found, what was dropped and why, and how good the model was."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
+import pkt
 from pkt.model.config import Config
 from pkt.tune import tables
 from pkt.tune.report import report
@@ -70,6 +73,14 @@ def test_lines_below_the_table():
     assert "1 not measured; of these the model's first: 1.2 ms, num_comm_sms=24" in lines
     assert "dropped: num_comm_sms=32 and 1 more: rank 1: out of registers" in lines
     assert "dropped: num_comm_sms=48: rank 2: the result is wrong" in lines
+
+
+def test_a_function_that_launches_nothing_takes_no_time_on_the_modelled_clock():
+    (found,) = pkt.launch(lambda world: pkt.tune.tune(lambda n: n, configs=pkt.space(n=[1, 2])), 1, device="cpu")
+    text = printed(replace(found, candidates=(*found.candidates, Candidate(Config(n=3), 1e-3, (0.0, 0.0)))))
+    assert [row[-1] for row in cells(text)] == ["n=1", "n=2", "n=3"]
+    assert "3 of 3 measured" in text
+    assert "n=2" in found._repr_html_()
 
 
 def test_without_a_model_and_interrupted():

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -119,6 +120,8 @@ def _plain(call: str, name: str, value: Any) -> Any:
         return (*value.shape, dtype_text(value.dtype))
     if isinstance(value, torch.dtype):
         return dtype_text(value)
+    if isinstance(value, np.generic):  # as in a Config
+        value = value.item()
     if isinstance(value, (list, tuple)):
         return tuple(_plain(call, name, part) for part in value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -144,6 +147,10 @@ class Call:
         self.world = world
         self.arguments = target.arguments(args, named)
         self._check = check
+        for name in restore:
+            value = self.arguments.get(name)
+            if not isinstance(value, torch.Tensor):
+                raise DtypeError.argument(target.call, f"restore {name!r}", f"{value!r:.80}", "a tensor", world.rank)
         self._saved = {name: self.arguments[name].clone() for name in restore}
         self.restores = bool(restore)
 

@@ -215,6 +215,18 @@ def test_lists_enter_the_case_as_tuples():
     assert list(tuned.searches) == ["m=(2, (4,))"]
 
 
+def test_numbers_of_numpy_are_numbers():
+    tuned = counting(key=["m"])
+
+    def main(world):
+        tuned(np.int64(3), 1)
+        world.backend.exchange = None
+        return tuned(3, 1)
+
+    assert in_threads(1, main) == [3]
+    assert list(tuned.searches) == ["m=3"]
+
+
 def test_keys_behind_other_positional_arguments_are_told_apart():
     tuned = autotune(candidates(4), key=["more", "k"], timer=lambda w: Rough(w, lambda n: 9.0 - n))(
         lambda m, *more, k=0, n: n
@@ -353,6 +365,10 @@ def test_wrong_arguments_are_refused_when_called():
         for value in (object(), {"a": 1}, {1}, np.ones(2)):
             with pytest.raises(pkt.DtypeError, match=f"key 'm': found {type(value).__name__}, wanted a tensor"):
                 counting(key=["m"])(value, 2)
+        with pytest.raises(pkt.DtypeError, match="rank 0: pkt.autotune of fn: restore 'm': found 1, wanted a tensor"):
+            counting(restore=["m"])(1, 2)
+        with pytest.raises(pkt.DtypeError, match="restore 'm': found None, wanted a tensor"):
+            counting(restore=["m"])(k=2)
 
     in_threads(1, main)
 

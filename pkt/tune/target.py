@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,15 @@ def _hash_of_text(python: Callable[..., Any]) -> str:
         text = inspect.getsource(python)
     except (OSError, TypeError):  # typed in, or generated
         text = f"{python.__module__}.{getattr(python, '__qualname__', python)}"
+        if isinstance(python, FunctionType):
+            text += _code_text(python.__code__)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _code_text(code: CodeType) -> str:
+    """What a function without a source does, as text that is the same in every process."""
+    parts = [_code_text(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return f" {code.co_code.hex()} {code.co_names} {' '.join(parts)}"
 
 
 def key_of(

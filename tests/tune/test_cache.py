@@ -11,6 +11,7 @@ import pytest
 
 from pkt.model.config import Config
 from pkt.tune import autotune, cache, choice, tune
+from pkt.tune.target import Target
 from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import in_worlds
 from tests.runtime.forked import run as in_processes
@@ -70,6 +71,19 @@ def test_choices_differ_by_case_name_size_machine_and_versions(change, monkeypat
     size = 2 if change == "size" else 1
     found = looked_up(size, {"m": 65 if change == "key" else 64}, "other" if change == "name" else "op")
     assert found == [None] * size
+
+
+def test_functions_without_a_source_differ_by_what_they_do():
+    """As those typed into a Python before 3.13, or made by exec: their names may be the same."""
+
+    def source(text):
+        found = {"__name__": "typed"}
+        exec(f"def layer(m, n): return {text}", found)
+        return Target(found["layer"], "a test").source(simulated=False)
+
+    texts = ["m + n", "m - n", "m + 1", "m + 2", "min(m, n)", "max(m, n)", "lambda: m + 1", "lambda: m + 2"]
+    assert len({source(text) for text in texts}) == len(texts)
+    assert [source(text) for text in texts] == [source(text) for text in texts]
 
 
 @pytest.mark.parametrize(("multicast", "topology"), [(True, "multicast"), (False, "peer")])

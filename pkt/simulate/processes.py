@@ -71,17 +71,23 @@ def each(call: Callable[[A], B], items: Sequence[A], count: int | None) -> Gener
 
 
 def _shared(call: Callable[[A], B], items: Sequence[A], count: int) -> Generator[B, None, None]:
-    """Process k of `count` has the items k, k + count, and so on."""
+    """Process k of `count` has the items k, k + count, and so on. Where so many cannot start, this process has all."""
     fork = multiprocessing.get_context("fork")
     children: list[tuple[Any, Connection]] = []
     try:
-        for k in range(count):
-            mine, its = fork.Pipe(duplex=False)
-            # A daemon: Ctrl-C between two results leaves the iterator open, and Python's exit joins what is not one.
-            child = fork.Process(target=_work, args=(call, items[k::count], its, os.getpid()), daemon=True)
-            child.start()
-            its.close()  # so that reading ends when the child does
-            children.append((child, mine))
+        try:
+            for k in range(count):
+                mine, its = fork.Pipe(duplex=False)
+                # A daemon: Ctrl-C between results leaves the iterator open, and Python's exit joins what is not one.
+                child = fork.Process(target=_work, args=(call, items[k::count], its, os.getpid()), daemon=True)
+                child.start()
+                its.close()  # so that reading ends when the child does
+                children.append((child, mine))
+        except OSError:  # no memory, process or descriptor is left
+            _end(children)
+        if not children:
+            yield from map(call, items)
+            return
         for at, item in enumerate(items):
             child, pipe = children[at % count]
             try:
@@ -100,10 +106,16 @@ def _shared(call: Callable[[A], B], items: Sequence[A], count: int) -> Generator
                 raise error
             yield result
     finally:
-        for child, pipe in children:
-            child.kill()
-            child.join()
-            pipe.close()
+        _end(children)
+
+
+def _end(children: list[tuple[Any, Connection]]) -> None:
+    """Kill the processes, and empty the list."""
+    while children:
+        child, pipe = children.pop()
+        child.kill()
+        child.join()
+        pipe.close()
 
 
 def _work(call: Callable[[A], B], items: Sequence[A], pipe: Connection, parent: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -73,6 +74,22 @@ def failing(n: int) -> int:
     if n == 5:
         raise ValueError("five")
     return n
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_process_does_all_where_others_cannot_start(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a limit of processes, or with too little memory. first: how many forks do work."""
+    fork, forks = os.fork, itertools.count()
+
+    def refused() -> int:
+        if next(forks) >= first:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused)
+    found = list(processes.each(lambda i: (i, os.getpid()), range(9), 3))
+    assert found == [(i, os.getpid()) for i in range(9)]
+    assert not multiprocessing.active_children()
 
 
 def test_an_exception_is_raised_in_its_place() -> None:

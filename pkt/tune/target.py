@@ -94,8 +94,13 @@ def _hash_of_text(python: Callable[..., Any]) -> str:
 
 def _code_text(code: CodeType) -> str:
     """What a function without a source does, as text that is the same in every process."""
-    parts = [_code_text(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
-    return f" {code.co_code.hex()} {code.co_names} {' '.join(parts)}"
+
+    def text(value: Any) -> str:
+        if isinstance(value, frozenset):  # whose order differs between processes
+            return str(sorted(map(repr, value)))
+        return _code_text(value) if isinstance(value, CodeType) else repr(value)
+
+    return f" {code.co_code.hex()} {code.co_names} {' '.join(map(text, code.co_consts))}"
 
 
 def key_of(

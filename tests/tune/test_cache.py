@@ -84,6 +84,7 @@ def test_functions_without_a_source_differ_by_what_they_do():
     texts = ["m + n", "m - n", "m + 1", "m + 2", "min(m, n)", "max(m, n)", "lambda: m + 1", "lambda: m + 2"]
     assert len({source(text) for text in texts}) == len(texts)
     assert [source(text) for text in texts] == [source(text) for text in texts]
+    assert source("m in {0, 8}") == source("m in {8, 0}"), "a set's order is not part of what they do"
 
 
 @pytest.mark.parametrize(("multicast", "topology"), [(True, "multicast"), (False, "peer")])

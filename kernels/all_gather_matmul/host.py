@@ -160,8 +160,9 @@ def all_gather_matmul(
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes, see rules.push_plan:
     num_comm_sms: programs that push, or in "nodes" gather. "push", "nodes": from 1 to all but one of the grid, by
-        default 16 and 32. "gluon": they push before they compute; 0: the copy engines copy instead, the default where
-        copying takes no longer than the product and neither chunk nor rounds_alone is given, else 16.
+        default 16, and in "nodes" 32, or 48 where nodes have several ranks. "gluon": they push before they compute; 0:
+        the copy engines copy instead, the default where copying takes no longer than the product and neither chunk nor
+        rounds_alone is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; by default 1024, with shard "columns"
         256. "gluon": a multiple of BLOCK_K; by default 128, 256 where fewer than 16 programs push. "gluon" where
         copied: columns of one copy; 0: all; by default half of them where the own shard is multiplied sooner than a

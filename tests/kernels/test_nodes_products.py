@@ -35,6 +35,26 @@ def whole(shape: tuple[int, ...], *seed: int, dtype: torch.dtype = torch.float32
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
 
+@pytest.mark.parametrize(("node_size", "programs"), [(1, 32), (2, 48)])
+def test_more_programs_gather_by_default_where_nodes_have_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, node_size: int, programs: int
+) -> None:
+    found = []
+    space = over_nodes._space
+
+    def seen(call: Any, **more: Any) -> Any:
+        found.append(space(call, **more))
+        return found[-1]
+
+    monkeypatch.setattr(over_nodes, "_space", seen)
+
+    def main(world: Any) -> None:
+        pkt.all_gather_matmul(torch.ones(400, 16), torch.ones(16, 32), tiles=(16, 16, 16), world=world)
+
+    pkt.launch(main, ranks=2 * node_size, device="cpu", node_size=node_size, sms=64)
+    assert [one.num_comm_sms for one in found] == [programs] * 2 * node_size
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Bytes that ranks have put over the network."""

@@ -24,6 +24,7 @@ ALIGNMENT = 256  # bytes; every allocation starts on it, so that TMA and 16-byte
 SIGNAL_HEADER = 64  # bytes before the counters: an int64 epoch word, then guard words
 SIGNAL_GUARD = 64  # bytes: guard words after the counters
 GUARD_WORD = 0x5AFE5AFE
+HEAP_CALL = "heap call"  # begins the name of an exchange of what ranks ask the heap for
 
 Kind = Literal["data", "signals", "status"]
 

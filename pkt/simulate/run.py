@@ -12,9 +12,8 @@ import torch
 
 from pkt.errors import CollectiveMismatch, HeapFull, LostSignal, PktError, Unsupported
 from pkt.runtime import world as worlds
-from pkt.runtime.backend import SIGNAL_HEADER, Block
+from pkt.runtime.backend import HEAP_CALL, SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
-from pkt.runtime.memory.agreement import HEAP_CALL
 from pkt.runtime.world import World
 from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from typing import AnyStr, NamedTuple
 
 from pkt.errors import AllocationMismatch
-from pkt.runtime.backend import Backend
+from pkt.runtime.backend import HEAP_CALL, Backend
 from pkt.wording import dtype_text
 
 EVERY = 32  # calls between two looks at the peers' journals
-HEAP_CALL = "heap call"  # begins the name of an exchange of requests
 
 
 class Request(NamedTuple):

@@ -275,8 +275,9 @@ def test_cooperative_orders_before_it_launches():
     assert len(said) == 3
 
 
-LAUNCHERS = {"cooperative_launch", "resident_launch", "beside_launch", "beside", "pushed"}
-"""resident_launch and pushed, of dispatch, are the operators' own, and call cooperative_launch."""
+LAUNCHERS = {"cooperative_launch", "resident_launch", "beside_launch", "beside", "pushed", "over_tiles"}
+"""resident_launch, pushed of dispatch and over_tiles of the norms are the operators' own, and call
+cooperative_launch."""
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.relative_to(KERNELS)))

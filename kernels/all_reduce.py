@@ -54,11 +54,12 @@ TWO_SHOT_PUSH_BYTES = 4 << 20
 16 and 256 MiB, two_shot 17.0, 92 and 1274."""
 COPIED_BYTES = 256 << 20
 """Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1128 us for 256 MiB and 138 for
-16, two_shot_push 1143 and 83; on 3, 977 and 1019 for 256, on 2 722 and 751. All these figures are of
+16, two_shot_push 1143 and 83; on 3, 977 and 1019 for 256, on 2 721 and 744. All these figures are of
 benchmarks/results/collectives*.json."""
 REST_BYTES = 1 << 20
 """Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
-bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
+bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83
+(benchmarks/results/collectives.json)."""
 
 Mode = Literal[
     "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "inbox", "copy", "multimem", "nodes"

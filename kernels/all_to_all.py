@@ -43,7 +43,7 @@ from .shared.replays import in_one_call
 
 COPIED_BYTES = 256 << 20
 """Least x for which mode None takes copy. On 4 x H200 it takes 1.06 ms for 512 MiB and 4.14 for 2 GiB, push 1.14 and
-4.52; for 128 MiB 0.292 and 0.295. In a captured graph of 512 MiB it took 1.07 in one run and 1.22 in another."""
+4.52; for 128 MiB both take 0.295 (benchmarks/results/collectives.json)."""
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], scatter: int = 0, gather: int = 0) -> torch.Tensor:

@@ -40,7 +40,8 @@ COPIED_BYTES = 512 << 20
 4.38 ms for 2 GiB, push 4.52, pull 4.85; for 128 MiB 0.335, 0.300 and 0.317; on 2 it takes 2.94, 2.96 and 3.21 for
 2 GiB, 0.819, 0.754 and 0.816 for 512 MiB: benchmarks/results/collectives.json, collectives_sizes_2.json."""
 PULLED_BYTES = 8192
-"""Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
+"""Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94
+(benchmarks/results/collectives.json)."""
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], dim: int = 0, op: Op = "sum") -> torch.Tensor:

@@ -29,8 +29,8 @@ copy, and each copy's fixed cost is little. The fastest of each in
 benchmarks/results/exhaustive_matmul_reduce_scatter.json, of 4 x H200: copying takes 0.412 ms where storing takes 0.423
 at K = 2048, of parts of 32 MiB, and 0.270 where that takes 0.225 at K = 1536, of 18 MiB; in its _2.json, of 2, 0.108
 and 0.126 at K = 2048, of 16 MiB. Four copies take up to 1.2 % less than two, but there 8 % more. In
-matmul_reduce_scatter_tried_2.json, of 2, copying takes 0.106 ms where storing takes 0.116 at K = 4096, of parts of
-8 MiB, and 0.317 where that takes 0.329 at K = 14336; of parts of 4 MiB it takes a tenth longer."""
+matmul_reduce_scatter_tried_2.json, of 2, copying takes 0.104 ms where storing takes 0.118 at K = 4096, of parts of
+8 MiB, and 0.318 where that takes 0.333 at K = 14336; of parts of 4 MiB it takes a tenth longer."""
 TRIED_COPIES = (1, 2, 4)
 """Candidates for `copies`."""
 

@@ -36,11 +36,13 @@ CHUNKED: dict[str, Any] = {"settings": {"block": None, "chunks": None}, "small":
 """Of forms by the copy engines."""
 
 SCATTER_CHUNKS = 2
-"""Chunks of a small part. On 4 x H200 one of 32 MiB took 0.332 ms in 2 chunks, 0.436 in 4 and 0.490 in 8."""
+"""Chunks of a small part. On 4 x H200 one of 32 MiB took 0.332 ms in 2 chunks, 0.436 in 4 and 0.490 in 8
+(benchmarks/results/collectives_tried.json)."""
 
 SCATTER_CHUNK_BYTES = 32 << 20
 """A part of c * c times this many bytes is cut into c chunks: what the last one's sum takes then grows like what the
-copies cost to start. On 4 x H200 a part of 512 MiB takes 4.48 ms in 2 chunks, 4.41 in 4, 4.60 in 8, 4.98 in 16."""
+copies cost to start. On 4 x H200 a part of 512 MiB takes 4.48 ms in 2 chunks, 4.41 in 4, 4.60 in 8, 4.98 in 16
+(the same file)."""
 
 REDUCE_CHUNKS = 2
 """On 4 x H200 256 MiB take 1.128 ms so. Before a chunk began with the peer of the last one they took 1.161 in 2 chunks

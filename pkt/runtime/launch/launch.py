@@ -38,7 +38,8 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
     The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses, and Unsupported where
     one program alone needs more than an SM has.
     Nodes of a graph are made ordinary once their grid is known to fit: a cooperative node makes a replay a microsecond
-    or two slower (an all-reduce of 16 KiB takes 8.7 us instead of 7.8 on 4 x H200). No other operator of the world runs
+    or two slower (an all-reduce of 16 KiB takes 8.7 us instead of 7.7 on 4 x H200, by
+    collectives_cooperative.json and collectives.json of benchmarks/results). No other operator of the world runs
     beside such a node, and all other kernels end, so all its programs become resident. From the third launch on
     `relaunch` repeats the launch.
     """

@@ -1,8 +1,9 @@
 """The same launch again with other addresses, without the work that Triton repeats for each launch.
 
 `kernel[grid](...)` binds and specialises every argument, asks the driver about every pointer and encodes every tensor
-descriptor. On an H200's host this takes 15 to 20 us, and 60 to 80 us for a kernel with a dozen descriptors; the kernel
-itself may take 7 us. Between the launches of a plan nothing changes but the addresses, and often not even those.
+descriptor. On an H200's host a launch takes 18 to 62 us, and 65 to 88 us with descriptors (eager_2.json of
+benchmarks/results); the kernel itself may take 7 us. Between the launches of a plan nothing changes but the addresses,
+and often not even those.
 
 `repeated` calls the function in C that Triton's launcher calls, with the same arguments, an address for each pointer.
 That function is internal to Triton, so this is enabled only for releases that were checked. For other releases, and

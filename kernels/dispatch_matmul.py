@@ -294,8 +294,8 @@ MULTIPLIED, LOADED = 6.9e14, 4.2e12
 SHARES = (0.25, 0.85)
 """Of the product's time: a dispatch that takes less or more is not hidden. Where it takes 0.15 to 0.17, push takes 0.98
 to 1.03 times as long as unfused on 2 H200, and 1.05 to 1.11 on 2 H100. Where it takes 0.37 to 0.42, push takes 0.88 to
-0.9 on 4 H200 (`dispatch_matmul_tried.json`, `dispatch_matmul_2.json`). No more was measured. Beside the product the
-programs that move need more time than dispatch does alone, so from 0.85 on they would be the limit."""
+0.9 on 4 H200 (`dispatch_matmul_tried.json`, `dispatch_matmul_2.json`). Larger shares were not measured. Beside
+the product the programs that move need more time than dispatch does alone, so from 0.85 on they would be the limit."""
 
 
 def default(call: Call) -> str:

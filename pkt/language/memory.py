@@ -157,7 +157,7 @@ def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL,
 
 @triton.jit
 def _as_element(value, ptr):
-    """`value` in the type and the shape of what `ptr` points to. `tl.atomic_cas` casts nothing, other than its like."""
+    """`value` in the type and the shape of what `ptr` points to: `tl.atomic_cas` alone casts nothing."""
     value = tl.cast(value, ptr.dtype.element_ty)
     if ptr.type.is_block():
         value = tl.broadcast_to(value, ptr.shape)

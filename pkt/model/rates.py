@@ -69,4 +69,5 @@ def _read() -> dict[str, Any]:
 
 
 def _is_rate(value: Any) -> bool:
+    """Whether some GPU may have it, in the unit of any of NAMES."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-9 <= value <= 1e18

@@ -8,10 +8,10 @@
 | decoding, KEPT positions cached | yes | all tokens on every rank | all tokens on every rank |
 | training, forward and backward | no | the sequence is split | the sequence is split |
 
-torch.compile has compiled all of them. async-TP is Inductor's pass that takes torch's fused operators; it splits the
-sequence, and takes part in prefill and training. In training all keep the gathered inputs for the backward pass. Each
-stack has weights of its own, the same random ones. Errors are those of outputs, and in training of the input's
-gradient, against the whole model in fp32 on each rank.
+torch.compile has compiled all of them; pkt decodes with `pkt.nn.fused_norms`. async-TP is Inductor's pass that takes
+torch's fused operators; it splits the sequence, and takes part in prefill and training. In training all keep the
+gathered inputs for the backward pass. Each stack has weights of its own, the same random ones. Errors are those of
+outputs, and in training of the input's gradient, against the whole model in fp32 on each rank.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Models:
         return self.known[key]
 
     def compiled(self, stack: str, split: bool = True) -> nn.Module:
-        """`parallel`, compiled."""
-        return cast(nn.Module, torch.compile(self.parallel(stack, split)))
+        """`parallel`, compiled; on pkt where all tokens are on every rank with its fused norms."""
+        options = pkt.nn.fused_norms() if stack == "pkt" and not split else None
+        return cast(nn.Module, torch.compile(self.parallel(stack, split), options=options))
 
 
 def by_heads(

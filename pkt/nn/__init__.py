@@ -13,10 +13,11 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import SwiGLUMLP
 from .moe import MoE
 from .norm import sequence_parallel
+from .norm_pass import fused_norms
 from .plan import parallelize
 from .sharded import full_state_dict
 
 __all__ = [
     "Attention", "ColumnParallelLinear", "ExpertParallel", "Experts", "MoE", "RowParallelLinear", "SwiGLUMLP",
-    "VocabParallelEmbedding", "full_state_dict", "parallelize", "sequence_parallel",
+    "VocabParallelEmbedding", "full_state_dict", "fused_norms", "parallelize", "sequence_parallel",
 ]  # fmt: skip

@@ -52,7 +52,9 @@ def tiles_of(M: int, N: int, dtype: torch.dtype) -> Tiles:
         return Tiles(block_m, 128, 128, num_stages=3) if wide else Tiles(block_m, 64, 64, num_stages=8)
     if wide:
         return Tiles(block_m, 128, 128, num_stages=4)
-    return Tiles(block_m, 64, 128, num_stages=6) if block_m > 16 else Tiles(block_m, 64, 256, num_warps=4, num_stages=5)
+    if block_m > 32:
+        return Tiles(block_m, 64, 128, num_stages=6)
+    return Tiles(block_m, 64, 256, num_warps=4, num_stages=5 if block_m == 16 else 4)
 
 
 def split_of(M: int, N: int, K: int, tiles: Tiles, programs: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import pkt
-from tests.test_docs import normal
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = sorted((ROOT / "examples" / "found").glob("*.py"))
@@ -34,7 +33,7 @@ def main_of(program: Path) -> Any:
 
 def said(failure: BaseException) -> list[str]:
     """The lines of a message; of a traceback, the first and the last."""
-    lines = [normal(line) for line in str(failure).rstrip().splitlines()]
+    lines = str(failure).rstrip().splitlines()
     return [lines[0], lines[-1]] if isinstance(failure, pkt.RankFailed) else lines
 
 
@@ -49,7 +48,7 @@ def test_the_broken_form_prints_what_the_page_shows(program: Path) -> None:
     report = pkt.simulate(main_of(program), ranks=2, seeds=20, args=(False,), max_findings=1)
     (finding,) = report.findings
     (shown,) = re.findall(r"^```console\n(.*?)\n```$", section(program), re.MULTILINE | re.DOTALL)
-    assert said(finding.failure) == [normal(line) for line in shown.splitlines()]
+    assert said(finding.failure) == shown.splitlines()
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)

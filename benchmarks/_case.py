@@ -41,6 +41,16 @@ def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float
     return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).mul_(scale).bfloat16()
 
 
+def routed(
+    tokens: int, experts: int, chosen: int, seed: int, device: torch.device, skewed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of tokens, at random or skewed by Zipf's law, and their weights, alike on ranks for a seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    likely = 1 / torch.arange(1, experts + 1, device=device) if skewed else torch.ones(experts, device=device)
+    idx = torch.multinomial(likely.expand(tokens, -1), chosen, generator=generator)
+    return idx, torch.rand(tokens, chosen, generator=generator, device=device)
+
+
 def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """`run` as a CUDA graph, whose replays return the same tensor each time. The first call runs once to compile and
     allocate, then captures. Without a GPU this is `run` itself."""

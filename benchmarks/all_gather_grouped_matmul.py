@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pkt
-from benchmarks._case import Case, captured, normal
+from benchmarks._case import Case, captured, normal, routed
 from benchmarks._command import main
 
 TITLE = "All-gather + experts' product, bf16"
@@ -59,10 +59,7 @@ class Routing(NamedTuple):
 
 def routing(T: int, size: int, experts: int, chosen: int, skewed: bool, device: torch.device) -> Routing:
     """Alike on all ranks."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    likely = 1 / torch.arange(1, experts + 1, device=device) if skewed else torch.ones(experts, device=device)
-    idx = torch.multinomial(likely.expand(T, -1), chosen, generator=generator)
-    weights = torch.rand(T, chosen, generator=generator, device=device)
+    idx, weights = routed(T, experts, chosen, 0, device, skewed)
     counts = torch.bincount(idx.flatten(), minlength=experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     pairs = idx.flatten().argsort(stable=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import pkt
-from benchmarks._case import Case, captured, normal
+from benchmarks._case import Case, captured, normal, routed
 from benchmarks._command import main
 from benchmarks.moe import with_nccl
 from pkt.kernels.dispatch.rules import leaving
@@ -59,10 +59,7 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: in
     size, device = world.size, world.torch_device
     each = T // size
     x = normal((each, H), 1000 + world.rank, device)
-    generator = torch.Generator(device=device).manual_seed(world.rank)
-    weight = 1 / torch.arange(1, experts + 1, device=device) if skewed else torch.ones(experts, device=device)
-    idx = torch.multinomial(weight.expand(each, -1), chosen, generator=generator)
-    weights = torch.rand(each, chosen, generator=generator, device=device)
+    idx, weights = routed(each, experts, chosen, world.rank, device, skewed)
     promised = {"tokens_per_rank": each, "world": world}
     room = max(1, size * idx.numel())
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import pkt
-from benchmarks._case import Case, captured, normal
+from benchmarks._case import Case, captured, normal, routed
 from benchmarks._command import main
 from benchmarks.moe import there_with_nccl
 from pkt.kernels.dispatch.rules import leaving
@@ -47,9 +47,7 @@ def case(world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, h: in
 
     def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's, and the experts that they choose."""
-        random = torch.Generator(device=device).manual_seed(rank)
-        idx = torch.multinomial(torch.ones(each, experts, device=device), chosen, generator=random)
-        return normal((each, h), 1000 + rank, device), idx
+        return normal((each, h), 1000 + rank, device), routed(each, experts, chosen, rank, device)[0]
 
     x, idx = tokens(rank)
     weights = torch.rand(each, chosen, device=device)

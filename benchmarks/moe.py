@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pkt
-from benchmarks._case import Case, captured, normal
+from benchmarks._case import Case, captured, normal, routed
 from benchmarks._command import main
 from pkt.kernels.dispatch.rules import leaving
 from pkt.kernels.shared.tile_product import finished
@@ -53,10 +53,7 @@ def case(
     size, device = world.size, world.torch_device
     own, each = experts // size, T // size
     x = normal((each, H), 1000 + world.rank, device)
-    generator = torch.Generator(device=device).manual_seed(world.rank)
-    weight = 1 / torch.arange(1, experts + 1, device=device) if skewed else torch.ones(experts, device=device)
-    idx = torch.multinomial(weight.expand(each, -1), chosen, generator=generator)
-    weights = torch.rand(each, chosen, generator=generator, device=device)
+    idx, weights = routed(each, experts, chosen, world.rank, device, skewed)
     mine = [_expert(world.rank * own + e, H, F, device) for e in range(own)]
     w1, w2 = (torch.stack(ws) for ws in zip(*mine))
     del mine

@@ -34,6 +34,10 @@ GATHER_FORMS = [  # (mode, shard) of all_gather_matmul that run without a GPU; c
 ]
 
 
+Operands = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""The ranks' (a, b)."""
+
+
 def on_ranks(
     ranks: int,
     fn: Callable[..., Any],
@@ -113,6 +117,19 @@ def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     one rounding of 2^-24 for each product and each sum over K, in any order."""
     terms = a.shape[1] + 1
     return 1.01 * terms * 2.0**-24 * (a.double().abs() @ b.double().abs())
+
+
+def errors_of_products(ops: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Over all ranks: the sum of |a| @ |b|; how far products in fp32 may be off, and how far their roundings."""
+    dtype = ops[0][0].dtype
+    magnitude, fp32 = sum(a.double().abs() @ b.double().abs() for a, b in ops), sum(product_bound(*op) for op in ops)
+    return magnitude, fp32, UNIT[dtype] * (magnitude + fp32) + len(ops) * TINY[dtype]
+
+
+def sum_of_products_bound(ops: Operands, exact: torch.Tensor) -> torch.Tensor:
+    """How far a sum over ranks may be, if each product is rounded to the dtype, and their sum in fp32 once more."""
+    magnitude, fp32, partials = errors_of_products(ops)
+    return rounded(exact, fp32 + partials + len(ops) * 2.0**-24 * magnitude, ops[0][0].dtype)
 
 
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}  # the steepest of each epilogue

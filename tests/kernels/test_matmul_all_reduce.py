@@ -16,28 +16,16 @@ from .helpers import (
     LAUNCHES,
     REGISTERS,
     SEEDS,
-    TINY,
     TMA,
-    UNIT,
     assert_refused,
     assert_same_on_all,
     assert_within,
     finished_bound,
     on_ranks,
     operands,
-    product_bound,
     random,
-    rounded,
+    sum_of_products_bound,
 )
-
-
-def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor) -> torch.Tensor:
-    """Each partial product is rounded to the dtype, their sum is in fp32 and rounded once more."""
-    dtype = ops[0][0].dtype
-    fp32 = sum(product_bound(a, b) for a, b in ops)
-    magnitude = sum(a.double().abs() @ b.double().abs() for a, b in ops)
-    partials = UNIT[dtype] * (magnitude + fp32) + len(ops) * TINY[dtype]
-    return rounded(exact, fp32 + partials + len(ops) * 2.0**-24 * magnitude, dtype)
 
 
 def multiplies(
@@ -56,7 +44,7 @@ def multiplies(
         a, b = ops[world.rank]
         got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=tiles)
         exact = reference(0, *zip(*ops))
-        assert_within(got, exact, bound(ops, exact), world.rank, launch, sizes)
+        assert_within(got, exact, sum_of_products_bound(ops, exact), world.rank, launch, sizes)
     return got.clone()
 
 
@@ -74,7 +62,7 @@ def test_bias_and_epilogue(
         out = pkt.empty(M, N, dtype=dtype) if multicast else None
         got = matmul_all_reduce(*ops[world.rank], out, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
         whole = reference(0, *zip(*ops))
-        limit = finished_bound(whole, bound(ops, whole), bias, epilogue, dtype)
+        limit = finished_bound(whole, sum_of_products_bound(ops, whole), bias, epilogue, dtype)
         exact = reference(0, *zip(*ops), [bias] if with_bias else None, epilogue)
         assert_within(got, exact, limit, world.rank, epilogue)
         return got.clone()

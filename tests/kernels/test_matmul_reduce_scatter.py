@@ -21,12 +21,12 @@ from .helpers import (
     UNIT,
     assert_refused,
     assert_within,
+    errors_of_products,
     finished_bound,
     on_ranks,
     operands,
-    product_bound,
     random,
-    rounded,
+    sum_of_products_bound,
 )
 
 MODES = ("add", "inbox")
@@ -35,14 +35,12 @@ MODES = ("add", "inbox")
 def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor, mode: str) -> torch.Tensor:
     """Each partial product is rounded to the dtype. "add" rounds at each addition, to u of a partial sum, which the
     sum of the magnitudes bounds; "inbox" adds in fp32 and rounds once."""
+    if mode == "inbox":
+        return sum_of_products_bound(ops, exact)
     dtype, size = ops[0][0].dtype, len(ops)
-    fp32 = sum(product_bound(a, b) for a, b in ops)
-    magnitude = sum(a.double().abs() @ b.double().abs() for a, b in ops)
-    partials = UNIT[dtype] * (magnitude + fp32) + size * TINY[dtype]
-    if mode == "add":
-        growth = (1 + UNIT[dtype]) ** size
-        return fp32 + partials + (size - 1) * (UNIT[dtype] * growth * (magnitude + fp32) + TINY[dtype])
-    return rounded(exact, fp32 + partials + size * 2.0**-24 * magnitude, dtype)
+    magnitude, fp32, partials = errors_of_products(ops)
+    growth = (1 + UNIT[dtype]) ** size
+    return fp32 + partials + (size - 1) * (UNIT[dtype] * growth * (magnitude + fp32) + TINY[dtype])
 
 
 def multiplies(

@@ -29,7 +29,6 @@ from .helpers import (
     RANKS,
     SEEDS,
     SLOPE,
-    TINY,
     UNIT,
     as_weight,
     assert_within,
@@ -40,6 +39,7 @@ from .helpers import (
     product_bound,
     random,
     rounded,
+    sum_of_products_bound,
 )
 
 
@@ -57,15 +57,6 @@ def reduce(ops: Any, bias: Any = None, epilogue: Any = "none") -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------- unfused
-def summed_bound(ops: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Each product is rounded to the dtype, their sum is in fp32 and rounded once more."""
-    dtype = ops[0][0].dtype
-    fp32 = sum(product_bound(a, b) for a, b in ops)
-    magnitude = sum(a.double().abs() @ b.double().abs() for a, b in ops)
-    partials = UNIT[dtype] * (magnitude + fp32) + len(ops) * TINY[dtype]
-    return rounded(reduce(ops), fp32 + partials + len(ops) * 2.0**-24 * magnitude, dtype)
-
-
 def finishes(exact: torch.Tensor, error: torch.Tensor, bias: torch.Tensor | None, epilogue: Any) -> torch.Tensor:
     """As finished_bound, where the sum with the bias is rounded before the epilogue."""
     dtype = torch.float32 if bias is None else bias.dtype
@@ -112,8 +103,8 @@ def multiplies(world: Any, sizes: tuple[int, int, int], dtype: torch.dtype, kind
         limits = [
             rounded(exact[0], product_bound(rows, b), dtype),
             rounded(exact[1], product_bound(beside, tall), dtype),
-            summed_bound(many).chunk(size)[rank],
-            summed_bound(ops),
+            sum_of_products_bound(many, reduce(many)).chunk(size)[rank],
+            sum_of_products_bound(ops, reduce(ops)),
         ]
         for i in range(4):
             assert_within(found[i], exact[i], limits[i], i, rank, launch, sizes, kind)
@@ -217,9 +208,9 @@ def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -
             (
                 pkt.matmul_reduce_scatter(*many[rank], **given),
                 scatter(many, rank),
-                summed_bound(many).chunk(size)[rank],
+                sum_of_products_bound(many, reduce(many)).chunk(size)[rank],
             ),
-            (pkt.matmul_all_reduce(*ops[rank], **given), reduce(ops), summed_bound(ops)),
+            (pkt.matmul_all_reduce(*ops[rank], **given), reduce(ops), sum_of_products_bound(ops, reduce(ops))),
         ):
             limit = finished_bound(exact, finishes(exact, error, bias, epilogue), bias, epilogue, dtype)
             assert_within(found, finished(exact, bias, epilogue), limit, rank, epilogue)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import pkt
 from pkt.kernels import traced
+from pkt.kernels.declaration import Case
 from pkt.kernels.operator import Operator
 from pkt.runtime.world import World
 from tests.conformance import inputs
@@ -27,17 +28,21 @@ from .operands import dtypes_of, given, on_nodes, result_for
 CALLS = 20  # Python functions that a planned call may call before it launches its kernel
 
 
+def first_case(world: Any, operator: Operator, mode: str) -> tuple[Case, dict[str, Any]]:
+    """A form's first case, and this rank's tensors of it with a given result."""
+    case, dtype = next(inputs.cases_of(operator, mode)), dtypes_of(operator, mode)[0]
+    operands = inputs.everybody(operator, case, world.size, 0, dtype)
+    like = inputs.exact(operator, case, world.rank, operands)
+    return case, given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+
+
 def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
     """A second call with tensors alike calls few Python functions before its first launch: the plan is kept, and keeps
     none of the tensors."""
-    case = next(inputs.cases_of(operator, mode))
-    dtype = dtypes_of(operator, mode)[0]
     count: list[str] = []
 
     def run(world: Any) -> None:
-        operands = inputs.everybody(operator, case, world.size, 0, dtype)
-        like = inputs.exact(operator, case, world.rank, operands)
-        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        case, tensors = first_case(world, operator, mode)
         inputs.called(operator, mode, tensors, case, world=world)
         world.barrier()
         patch.setattr(Operator, "plan", lambda *_: pytest.fail("planned again"))
@@ -136,13 +141,9 @@ def check_graph_pool(operator: Operator, mode: str) -> None:
 
 def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
     """A first call while a CUDA graph is captured is refused, because it allocates and meets the other ranks."""
-    case = next(inputs.cases_of(operator, mode))
-    dtype = dtypes_of(operator, mode)[0]
 
     def run(world: Any) -> None:
-        operands = inputs.everybody(operator, case, world.size, 0, dtype)
-        like = inputs.exact(operator, case, world.rank, operands)
-        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        case, tensors = first_case(world, operator, mode)
         with pytest.MonkeyPatch.context() as capturing:
             capturing.setattr(World, "capturing", property(lambda self: True))
             with pytest.raises(pkt.Unsupported, match="captur"):
@@ -153,13 +154,9 @@ def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> N
 
 def check_workspace(operator: Operator, mode: str) -> None:
     """What an operator keeps in a scratch scope is free when the scope ends."""
-    case = next(inputs.cases_of(operator, mode))
-    dtype = dtypes_of(operator, mode)[0]
 
     def run(world: Any) -> None:
-        operands = inputs.everybody(operator, case, world.size, 0, dtype)
-        like = inputs.exact(operator, case, world.rank, operands)
-        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        case, tensors = first_case(world, operator, mode)
         before = world.heap.ledger.free_bytes
         with world.scratch():
             inputs.called(operator, mode, tensors, case, world=world)

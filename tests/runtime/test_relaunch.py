@@ -275,8 +275,8 @@ def test_the_alignment_of_a_tensor_decides_the_kernel(aligned: bool) -> None:
     assert pass_on((of.view(torch.int32),)) is None
 
 
-@pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
-def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
+def with_descriptors(kernel: Any) -> tuple[Any, ...]:
+    """Two tensors, their descriptors, and arguments of `kernel`."""
     a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
     if kernel is gluon_kernel:
         swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
@@ -285,6 +285,12 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
     else:
         first, second = (TensorDescriptor(t, [64, 64], [64, 1], [16, 16]) for t in (a, b))
         args, named = (first, 16, second, torch.zeros(16, 16)), {"BLOCK": 16}
+    return a, b, first, second, args, named
+
+
+@pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
+def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
+    a, b, first, second, args, named = with_descriptors(kernel)
     repeat, launcher, compiled = prepared(kernel, args, **named)
 
     def same() -> bool:
@@ -323,14 +329,7 @@ def test_a_descriptor_that_lasts_is_read_once(kernel: Any) -> None:
             self.asked += 1
             return self.tensor.data_ptr()
 
-    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
-    if kernel is gluon_kernel:
-        swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
-        first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in (a, b))
-        args, named = (first, second, 32), {}
-    else:
-        first, second = (TensorDescriptor(t, [64, 64], [64, 1], [16, 16]) for t in (a, b))
-        args, named = (first, 16, second, torch.zeros(16, 16)), {"BLOCK": 16}
+    a, b, first, second, args, named = with_descriptors(kernel)
     assert lasts(second) is second
     repeat, launcher, compiled = prepared(kernel, args, **named)
     first.base, second.base = Watched(a), Watched(b)

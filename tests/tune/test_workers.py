@@ -79,17 +79,22 @@ def test_ctrl_c_comes_while_the_parent_looks_at_its_processes(workers, monkeypat
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def assert_ended(workers, main):
+    """Ctrl-C in `main` ends its sleep of a minute, and the processes."""
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, main)
+    assert time.monotonic() - start < 50, "the sleep was not cut short"
+    assert not workers.alive
+
+
 def test_ctrl_c_ends_other_work_and_its_processes(workers):
     def main(world):
         if world.rank == 0:
             os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run(workers, main)
-    assert time.monotonic() - start < 50, "the sleep was not cut short"
-    assert not workers.alive
+    assert_ended(workers, main)
 
 
 def test_a_second_ctrl_c_ends_the_search_and_its_processes(workers):
@@ -103,11 +108,7 @@ def test_a_second_ctrl_c_ends_the_search_and_its_processes(workers):
 
         tune(anything, configs=candidates(8), timer=partial(Rough, then=then))
 
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run(workers, main)
-    assert time.monotonic() - start < 50, "the sleep was not cut short"
-    assert not workers.alive
+    assert_ended(workers, main)
 
 
 def test_minded_tells_whether_a_process_handles_the_signal():

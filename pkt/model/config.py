@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pkt.errors import NoCandidate, ShapeError
+from pkt.errors import DtypeError, NoCandidate, ShapeError
 
 
 class Config(Mapping[str, Any]):
@@ -87,13 +87,15 @@ def space(
         pkt.space(num_comm_sms=range(2, 66, 2), BLOCK_M=[64, 128], num_warps=8)
 
     axes: the values of a setting, or one value (a str is one value). where: one constraint on a config, or several.
-    Raises NoCandidate if nothing is left.
+    Raises NoCandidate if nothing is left, DtypeError.
     """
     values = {name: _values(axis) for name, axis in axes.items()}
     for name, some in values.items():
         if not some:
             raise NoCandidate.empty("pkt.space", f"the axis {name} has no values")
-    constraints = [where] if callable(where) else list(where or ())
+    constraints = [] if where is None else [*where] if isinstance(where, Iterable) else [where]
+    if not all(map(callable, constraints)):
+        raise DtypeError.argument("pkt.space", "where", f"{where!r:.80}", "a function of a config, or a list of them")
     every = [Config(**dict(zip(values, point))) for point in itertools.product(*values.values())]
     found = list(dict.fromkeys(c for c in every if all(constraint(c) for constraint in constraints)))
     if not found or not axes:
@@ -101,8 +103,10 @@ def space(
     return found
 
 
-def configs_of(call: str, configs: Iterable[Any]) -> list[Config]:
-    """`configs` as Configs, without duplicates. Raises NoCandidate if there is none."""
+def configs_of(call: str, configs: Iterable[Any], name: str = "configs") -> list[Config]:
+    """`configs`, of an argument, as Configs, without duplicates. Raises NoCandidate, DtypeError if they are no list."""
+    if isinstance(configs, (str, Mapping)) or not isinstance(configs, Iterable):
+        raise DtypeError.argument(call, name, f"{configs!r:.80}", "a list of configs, as pkt.space makes it")
     found = list(dict.fromkeys(Config.of(config) for config in configs))
     if not found:
         raise NoCandidate.empty(call, "configs is empty")

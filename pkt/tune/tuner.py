@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pkt.errors import ShapeError
+from pkt.errors import DtypeError, ShapeError
 from pkt.kernels.operator import named
 from pkt.model.config import NCCL, UNFUSED, Config, configs_of, nccl_wanted
 from pkt.runtime.world import World
@@ -42,12 +42,17 @@ class Plan:
     def __post_init__(self) -> None:
         if isinstance(self.most, bool) or not isinstance(self.most, (int, float)) or not 0 <= self.most <= 1:
             raise ShapeError.argument("a search", "most", repr(self.most), "a share of the candidates, from 0 to 1")
+        for name in ("prune", "model", "check", "timer"):
+            if not callable(value := getattr(self, name)) and value is not None:
+                raise DtypeError.argument("a search", name, f"{value!r:.80}", "a function")
+        if not isinstance(self.bucket, Mapping) or not all(map(callable, self.bucket.values())):
+            raise DtypeError.argument("a search", "bucket", f"{self.bucket!r:.80}", "a function for each name")
 
     def candidates(self, call: Call) -> Sequence[Config]:
         """The configs that `prune` leaves for a call."""
         if self.prune is None:
             return self.configs
-        return configs_of(call.target.call, self.prune(self.configs, call.arguments))
+        return configs_of(call.target.call, self.prune(self.configs, call.arguments), "prune")
 
     def case(self, call: Call, world: World, key: Mapping[str, Any]) -> str:
         """The text that a choice is remembered by."""
@@ -97,13 +102,13 @@ def tune(
     target.check_names("restore", restore)
     arguments = target.arguments(args, named)
     names = () if isinstance(key, Mapping) else names_of(target.call, "key", key)
+    plan = Plan(
+        configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
+    )
     if isinstance(key, Mapping):
         case = plain_key(target.call, key, bucket)
     else:
         case = key_of(target.call, names, arguments, bucket or {})
-    plan = Plan(
-        configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
-    )
     world = target.world(arguments)
     call = Call(target, name or target.name, grid, args, named, check, restore, world)
     return tuned(call, world, case, plan, lambda: plan.candidates(call))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
+from pkt.errors import CollectiveMismatch, DtypeError, NoCandidate, ShapeError, Unsupported
 from pkt.model.config import Config
 from pkt.runtime.workers.carry import dumps, loads
 from pkt.runtime.world import World
@@ -342,9 +342,26 @@ def test_wrong_arguments_are_refused_when_decorated():
         pkt.autotune([{"BLOCK": 8}], key="n")(scale_kernel)
     with pytest.raises(ShapeError, match=r"restore: found 5, wanted a list of names"):
         pkt.autotune([{"BLOCK": 8}], restore=5)(scale_kernel)
+    for configs in (5, None, "all", {"BLOCK": 8}, pkt.Config(BLOCK=8)):
+        with pytest.raises(DtypeError, match="configs: found .*, wanted a list of configs, as pkt.space makes it"):
+            pkt.autotune(configs)
+    for name in ("prune", "model", "check", "timer"):
+        with pytest.raises(DtypeError, match=f"{name}: found 5, wanted a function"):
+            pkt.autotune([{"BLOCK": 8}], **{name: 5})
+    for bucket in (5, ["n"], {"n": 5}):
+        with pytest.raises(DtypeError, match="bucket: found .*, wanted a function for each name"):
+            pkt.autotune([{"BLOCK": 8}], bucket=bucket)
     for most in (-1, 2, math.nan, "all"):
         with pytest.raises(ShapeError, match="most: found .*, wanted a share of the candidates, from 0 to 1"):
             pkt.autotune([{"BLOCK": 8}], most=most)
+
+
+def test_a_prune_that_returns_no_list_is_refused():
+    def main(world):
+        with pytest.raises(DtypeError, match="prune: found None, wanted a list of configs"):
+            counting(prune=lambda configs, arguments: None)(1, 2)
+
+    in_threads(1, main)
 
 
 def test_wrong_arguments_are_refused_when_called():

@@ -8,7 +8,7 @@ import pytest
 import triton
 
 import pkt
-from pkt.errors import NoCandidate, ShapeError
+from pkt.errors import DtypeError, NoCandidate, ShapeError
 from pkt.model.config import configs_of
 
 
@@ -75,6 +75,9 @@ def test_constraints_and_duplicates():
 def test_empty_spaces_say_why():
     with pytest.raises(NoCandidate, match="the axis b has no values"):
         pkt.space(a=[1], b=range(0))
+    for wrong in (5, "x", [3]):
+        with pytest.raises(DtypeError, match="where: found .*, wanted a function of a config, or a list of them"):
+            pkt.space(where=wrong, a=range(3))
     with pytest.raises(NoCandidate, match="none of 6 configs meets `where`"):
         pkt.space(where=lambda c: False, a=range(3), b=range(2))
     with pytest.raises(NoCandidate, match="no axis"):

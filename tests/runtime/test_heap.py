@@ -286,8 +286,9 @@ def test_heap_sizes(text, wanted):
 
 
 def test_heap_sizes_from_the_environment_and_wrong_ones(monkeypatch):
-    monkeypatch.setenv("PKT_HEAP", "3MiB")
-    assert heap_bytes(None) == 3 << 20
+    for text, nbytes in (("3MiB", 3 << 20), ("", 1 << 30)):
+        monkeypatch.setenv("PKT_HEAP", text)
+        assert heap_bytes(None) == nbytes
     for wrong in ("lots", "-1", "", 0, "1 PiB"):
         with pytest.raises(ShapeError, match="heap= or PKT_HEAP"):
             heap_bytes(wrong)

@@ -331,7 +331,7 @@ def test_the_token_is_in_no_repr(meeting):
     assert meeting.token not in repr(meeting) + str(meeting) + repr(where) + f"{where!s}"
 
 
-@pytest.mark.parametrize("found", ["abc", "", "nan", "inf", "-1", "0", "1e30"])
+@pytest.mark.parametrize("found", ["abc", "nan", "inf", "-1", "0", "1e30"])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, found):
     monkeypatch.setenv("PKT_TIMEOUT", found)
     with pytest.raises(ShapeError, match=f"PKT_TIMEOUT: found '{found}', wanted seconds"):
@@ -339,8 +339,9 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, found):
     assert timeout_seconds(2) == 2.0
     with pytest.raises(ShapeError, match="timeout: found"):
         timeout_seconds(float("nan"))
-    monkeypatch.setenv("PKT_TIMEOUT", "7.5")
-    assert timeout_seconds() == 7.5
+    for text, seconds in (("7.5", 7.5), ("", 60.0)):
+        monkeypatch.setenv("PKT_TIMEOUT", text)
+        assert timeout_seconds() == seconds
 
 
 def test_a_wrong_heap_leaves_no_directory(meeting):

@@ -33,7 +33,7 @@ def heap_bytes(heap: int | str | None) -> int:
     """`heap` in bytes: a number, "8GiB", "512M", or None for PKT_HEAP, then 1 GiB. Raises ShapeError."""
     if type(heap) is int and heap >= 2 * STATUS_BYTES:  # as at each world of a simulation
         return heap
-    value = heap if heap is not None else os.environ.get("PKT_HEAP", DEFAULT_HEAP)
+    value = heap if heap is not None else os.environ.get("PKT_HEAP", "").strip() or DEFAULT_HEAP
     match = _SIZE.match(str(value))
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if nbytes < 2 * STATUS_BYTES:

@@ -60,9 +60,8 @@ _CLOSED = "closed its world"  # of a rank that lives
 
 def timeout_seconds(timeout: float | None = None, call: str = "pkt.init") -> float:
     """Seconds: `timeout`, else PKT_TIMEOUT, else 60. Raises ShapeError unless they are a positive number."""
-    name, found = ("PKT_TIMEOUT", os.environ.get("PKT_TIMEOUT")) if timeout is None else ("timeout", timeout)
-    if found is None:
-        return DEFAULT_TIMEOUT
+    given = os.environ.get("PKT_TIMEOUT", "").strip() or DEFAULT_TIMEOUT
+    name, found = ("PKT_TIMEOUT", given) if timeout is None else ("timeout", timeout)
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         if 0 < (seconds := float(found)) <= LONGEST_TIMEOUT:
             return seconds

@@ -91,7 +91,7 @@ class TeamBackend:
 def checked_ranks(ranks: Any, rank: int, size: int) -> list[int]:
     """`ranks` as a list of integers. Raises RankError or ShapeError, on rank `rank` of `size`."""
     try:
-        members = [operator.index(r) for r in ranks]
+        members = [_index(r) for r in ranks]
     except TypeError:
         found = f"{ranks!r:.80}"
         raise ShapeError.argument("team", "ranks", found, "ranks, as in [0, 2] or range(4)", rank) from None
@@ -101,6 +101,12 @@ def checked_ranks(ranks: Any, rank: int, size: int) -> list[int]:
     if not members or len(set(members)) < len(members):
         raise ShapeError.argument("team", "ranks", members, "at least one rank, and each once", rank)
     return members
+
+
+def _index(one: Any) -> int:
+    if isinstance(one, bool):
+        raise TypeError("a number is wanted")
+    return operator.index(one)
 
 
 def check_translated(ranks: Sequence[int], whole: int, rank: int) -> None:

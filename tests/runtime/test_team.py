@@ -276,6 +276,7 @@ def test_the_world_checks_the_guard_words_of_its_teams(call: str) -> None:
         (2, pkt.ShapeError, "ranks, as in [0, 2] or range(4)"),
         (["a"], pkt.ShapeError, "ranks, as in [0, 2] or range(4)"),
         ([0.5], pkt.ShapeError, "ranks, as in [0, 2] or range(4)"),
+        ([False, True], pkt.ShapeError, "found [False, True], wanted ranks, as in [0, 2] or range(4)"),
     ],
 )
 def test_wrong_ranks_are_refused_before_anything_happens(ranks: Any, error: type[Exception], text: str) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +23,24 @@ from pkt.wording import columns
 
 
 class _Commands(typer.core.TyperGroup):
-    """Shows an error of pkt as one message, with exit status 2, as click shows a wrong option."""
+    """Shows an error of pkt as one message, with exit status 2, as click shows a wrong option; output that cannot be
+    written, too."""
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **named)
+            finally:
+                print(end="", flush=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # at its end Python writes what is still in the buffer
+            if error.errno == errno.EPIPE:
+                sys.exit(1)  # as click does
+            with contextlib.suppress(OSError):  # standard error may be full, too
+                typer.echo(f"pkt: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(2)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -424,11 +424,9 @@ def test_a_world_that_fails_is_fatal():
 
 
 # ------------------------------------------------------------------------------------------------------ the command
-def command(*args, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "pkt.cli", *args], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+def command(*args, stdout=subprocess.PIPE):
+    line = [sys.executable, "-m", "pkt.cli", *args]
+    return subprocess.run(line, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -439,6 +437,15 @@ def test_on_a_machine_without_a_gpu():
     assert "pkt simulate file.py" in done.stdout
     assert not done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    "args", [["--version"], ["explain", "gemm_rs", "--m", "64", "--n", "64", "--k", "64"], ["bench"]]
+)
+def test_output_that_cannot_be_written_is_one_message(args):
+    with open("/dev/full", "w") as full:
+        done = command(*args, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "pkt: the output cannot be written: No space left on device\n")
 
 
 def test_simulate_is_the_same_as_python_m_pkt_simulate(tmp_path):

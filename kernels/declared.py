@@ -43,6 +43,7 @@ class Declared:
         place: Callable[[Call], int | None] = lambda call: None,
         private: str = "",
         most: Mapping[str, int] | None = None,
+        least: Mapping[str, int] | None = None,
         always: bool | Callable[[Call], bool] = False,
         exact: bool = False,
         terms: Callable[[Mapping[str, int], int], int] = lambda sizes, size: size,
@@ -74,7 +75,7 @@ class Declared:
         in_place: the function writes into the first operand where it is given no `out`.
         place: where x and `out` may share memory: the smaller one may be this part of the larger one, cut into parts of
             its size; None: nowhere.
-        private: letters in which ranks may differ. most: the greatest size of a letter.
+        private: letters in which ranks may differ. most, least: the greatest and the least size of a letter.
         always: it launches for empty operands, too, which other ranks may need; or a function of a call that says
             whether it does.
         tuning: how the tuner sees it. backward: its backward pass, see gradients.py.
@@ -89,6 +90,7 @@ class Declared:
         self.written, self.gives, self.place, self.private = written, gives, place, private
         self.exact, self.terms, self.tuning, self.cases = exact, terms, tuning, tuple(cases)
         self.also, self.bound, self.most, self.always = dict(also or {}), bound, dict(most or {}), always
+        self.least = dict(least or {})
         self.backward = backward if backward is None or isinstance(backward, Backward) else Backward(backward)
         parameters = inspect.signature(function).parameters
         parts = {name: [n for n in self.tensors if n.startswith(f"{name}.")] for name in parameters}
@@ -188,6 +190,10 @@ class Declared:
                     if call.sizes.get(letter, 0) > self.most[letter]:
                         found = tuple(call.tensors[name].shape)
                         raise call.refuse(name, found, f"a size of at most {self.most[letter]} for {letter}")
+                for letter, least in self.least.items():
+                    if call.sizes.get(letter, least) < least:
+                        found = tuple(call.tensors[name].shape)
+                        raise call.refuse(name, found, f"({operand.shape}) with {letter} at least {least}")
         self._bind_result(call)
         if call.tensors.get("out") is not None:
             checks.check_tensor(

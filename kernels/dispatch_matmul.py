@@ -183,10 +183,10 @@ def dispatch_matmul(
     """The tokens that have chosen this rank's experts, times these experts' matrices. Collective.
 
     x: (T, H), topk_idx: (T, K), topk_weights: (T, K), max_tokens: R, alignment, clear and out: as for `dispatch`. w:
-    (E, H, N) of x's dtype, this rank's experts, or the transposed view of a contiguous (E, N, H); E alike on all ranks,
-    rank r has experts r * E to (r + 1) * E - 1. Returns (dispatched, product): what `dispatch` returns, and a new
-    (R, N) of x's dtype, row by row what `grouped_matmul` makes of dispatched.rows; clear applies to both. Sums are in
-    fp32.
+    (E, H, N) of x's dtype, this rank's experts, or the transposed view of a contiguous (E, N, H); E at least 1 and
+    alike on all ranks, rank r has experts r * E to (r + 1) * E - 1. Returns (dispatched, product): what `dispatch`
+    returns, and a new (R, N) of x's dtype, row by row what `grouped_matmul` makes of dispatched.rows; clear applies to
+    both. Sums are in fp32.
 
     mode: a form that the top of kernels/dispatch_matmul.py describes; None takes push where dispatch takes long beside
     the product. num_comm_sms: with push, programs that send, and as many more that place what arrives. tiles: of the
@@ -392,6 +392,7 @@ OPERATOR = Operator(
     ),
     private="t",
     most={"k": 16},
+    least={"e": 1},
     always=True,
     cases=(
         Case(

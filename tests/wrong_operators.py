@@ -188,7 +188,7 @@ def _dispatch_matmul_wrong() -> Bad:
         **wrong,
         "max_tokens": AT_LEAST_1,
         "w": {
-            ShapeError: (w[0], w[:, :7].contiguous(), w[..., ::2], torch.ones(4, 8, 2).permute(2, 1, 0)),
+            ShapeError: (w[0], w[:0], w[:, :7].contiguous(), w[..., ::2], torch.ones(4, 8, 2).permute(2, 1, 0)),
             DtypeError: (None, w.half(), w.int()),
         },
         "tiles": _grouped_wrong()["tiles"],

@@ -73,12 +73,12 @@ def all_gather_grouped_matmul(
     x: (T, H), this rank's tokens; T alike on all ranks. topk_idx: int32 or int64 (T, K), K up to 16, the experts of
     each token; -1, or any number that is no expert's, for none. topk_weights: fp32 (T, K); the product is without them,
     and `grouped_matmul_reduce_scatter` takes them from the result. w: (E, H, N) of x's dtype, this rank's N columns of
-    every expert, or the transposed view of a contiguous (E, N, H). out: (size * T * K, N) of x's dtype for the product;
-    a new tensor where None. clear: whether rows of the product behind the last expert's become zeros, as functions of
-    torch need that compute with them; they are not written otherwise. None: they do where gradients are enabled. It is
-    alike on all ranks. Returns `Gathered`: the product by expert, and what tells which token a row is; with the same
-    tiles it is the same in both forms, bit by bit. `pkt.grouped_activation` takes its product and offsets. Sums are in
-    fp32. The host waits for nothing, so a CUDA graph replays with other routing.
+    every expert, at least one, or the transposed view of a contiguous (E, N, H). out: (size * T * K, N) of x's dtype
+    for the product; a new tensor where None. clear: whether rows of the product behind the last expert's become zeros,
+    as functions of torch need that compute with them; they are not written otherwise. None: they do where gradients are
+    enabled. It is alike on all ranks. Returns `Gathered`: the product by expert, and what tells which token a row is;
+    with the same tiles it is the same in both forms, bit by bit. `pkt.grouped_activation` takes its product and
+    offsets. Sums are in fp32. The host waits for nothing, so a CUDA graph replays with other routing.
 
     mode: a form that the top of kernels/all_gather_grouped_matmul/host.py describes; None takes unfused. num_comm_sms:
     with push, programs that send before they multiply. tiles: of the product, as for `grouped_matmul`.
@@ -239,6 +239,7 @@ OPERATOR = Operator(
         },
     ),
     most={"k": 16},
+    least={"e": 1},
     always=True,
     cases=(
         Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,11 @@ def check_refusals(operator: Operator) -> None:
             for wrong in wrongs:
                 if wrong is not None or not operand.optional:
                     refuses(world, operator, {**good, name: wrong}, case)
+        for letter, least in operator.least.items():
+            few = inputs.everybody(
+                operator, replace(case, sizes={**case.sizes, letter: least - 1}), world.size, 0, dtype
+            )
+            refuses(world, operator, given(world, operator, None, few, out), case)
         refuses(world, operator, good, case, mode="no such form")
         refuses(world, operator, good, case, world=3)
         for name in operator.across:

@@ -120,6 +120,8 @@ def check_empty(operator: Operator, mode: str) -> None:
     def run(world: Any) -> None:
         for case in inputs.cases_of(operator, mode):
             for shapes, sizes in emptied(case):
+                if any(sizes.get(letter) == 0 for letter in operator.least):
+                    continue  # is refused: check_refusals
                 none = Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
                 right(world, operator, mode, none, 0, dtypes_of(operator, mode)[0], "new", 0, {})
 

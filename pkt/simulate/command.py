@@ -53,7 +53,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
     node_size: Annotated[int | None, typer.Option(min=1, help="ranks of a node; one node where not given")] = None,
     sms: Annotated[int, typer.Option(min=1, max=MOST_SMS, help="programs that fit on a rank at once")] = SMS,
-    heap: Annotated[str, typer.Option(help="size of each rank's symmetric heap")] = "1GiB",
+    heap: Annotated[str | None, typer.Option(help="size of each rank's symmetric heap; PKT_HEAP, then 1GiB")] = None,
     races: Annotated[bool, typer.Option(help="detect data races")] = True,
     multicast: Annotated[bool, typer.Option(help="give the ranks a multicast window")] = True,
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,

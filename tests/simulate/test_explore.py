@@ -447,7 +447,14 @@ def command(*arguments: str) -> Any:
     """Run the command in this process; a fresh process takes three seconds to import torch."""
     app = typer.Typer()
     app.command()(main)
-    return CliRunner().invoke(app, [*arguments, "--ranks", "2", "--heap", "1MiB"])
+    return CliRunner(env={"PKT_HEAP": "1MiB"}).invoke(app, [*arguments, "--ranks", "2"])
+
+
+def test_the_command_line_takes_the_heap_of_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "large.py"
+    file.write_text("import pkt\n\ndef main(world):\n    pkt.empty(1 << 20)\n")
+    for heap, found in (((), "HeapFull"), (("--heap", "1GiB"), "no finding")):
+        assert found in command(str(file), "--seeds", "1", *heap).output
 
 
 def test_the_command_line_explores_and_replays(tmp_path: Path) -> None:

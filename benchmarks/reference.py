@@ -14,7 +14,7 @@ HEAD = """# Operators
 Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of
 ranks. The column "bytes" counts the bytes that leave each rank. [Gradients](inside-torch.md) are collective calls, too.
 A form that begins with "over nodes" is for worlds of several [nodes](scale-out.md), where no other form runs. N is the
-number of nodes. Most of these have run in the simulator only.
+number of nodes. These have run in the simulator and on [GPUs of one host](scale-out.md#runs-on-gpus).
 `python -m benchmarks.reference > docs/operators.md` makes this page.
 [Add an operator](adding-an-operator.md)
 

@@ -4,7 +4,7 @@
 
 It is a prediction by the cost model with two kinds of links (pkt.model.network). The links of a node and the GPU have
 the rates that were measured on H200. The network's are its line rate and assumed latencies. Nothing of it has been
-compared with a measurement: no operator of pkt has run on GPUs of several nodes.
+compared with a measurement: no operator of pkt has run over a network.
 """
 
 from __future__ import annotations

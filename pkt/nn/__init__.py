@@ -12,8 +12,7 @@ from .experts import Experts
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import SwiGLUMLP
 from .moe import MoE
-from .norm import sequence_parallel
-from .norm_pass import fused_norms
+from .norm import fused_norms, sequence_parallel
 from .plan import parallelize
 from .sharded import full_state_dict
 

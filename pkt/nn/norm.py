@@ -1,4 +1,4 @@
-"""Norms of a part of the tokens: `sequence_parallel`."""
+"""Norms of a part of the tokens: `sequence_parallel`. Norms with the sum before them: `fused_norms`."""
 
 from __future__ import annotations
 
@@ -73,3 +73,21 @@ def _new(kind: type, *given: Any) -> Any:
 def has_inner_parameters(module: nn.Module) -> bool:
     """Whether modules inside this one have parameters."""
     return any(True for child in module.children() for _ in child.parameters())
+
+
+def fused_norms() -> dict[str, Any]:
+    """Options of torch.compile: norms behind a sum of products over the ranks are computed with the sum, in one launch.
+
+        model = torch.compile(pkt.parallelize(model, world, plan), options=pkt.nn.fused_norms())
+
+    For models that decode: torch's RMSNorm of `residual + y`, where y is what a RowParallelLinear returns that keeps
+    all tokens on every rank, or `pkt.matmul_all_reduce` itself. It becomes a product and `pkt.all_reduce_rms_norm`,
+    which rounds the sum once less. Left as they are: products of more than 256 rows, or of a number that the compiler
+    does not know; those with a bias, an epilogue or a form of their own; worlds of several nodes; and forward passes
+    that are recorded for a backward pass.
+
+    Returns {"pre_grad_custom_pass": the pass}; put options of your own beside it.
+    """
+    from .norm_pass import PASS  # here, because it imports Inductor
+
+    return {"pre_grad_custom_pass": PASS}

@@ -11,11 +11,11 @@ Where a forward pass is recorded for a backward pass the graph has other nodes, 
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.nn import functional
 
@@ -31,35 +31,14 @@ _NORMS = (torch.rms_norm, functional.rms_norm)
 _ADDS = (operator.add, torch.add)
 
 
-def fused_norms() -> dict[str, Any]:
-    """Options of torch.compile: norms behind a sum of products over the ranks are computed with the sum, in one launch.
+class FusedNorms(CustomGraphPass):
+    """`fuse` for torch.compile, which tells graphs in its caches apart by `uuid`."""
 
-        model = torch.compile(pkt.parallelize(model, world, plan), options=pkt.nn.fused_norms())
+    def __call__(self, graph: Graph) -> None:
+        fuse(graph)
 
-    For models that decode: torch's RMSNorm of `residual + y`, where y is what a RowParallelLinear returns that keeps
-    all tokens on every rank, or `pkt.matmul_all_reduce` itself. It becomes a product and `pkt.all_reduce_rms_norm`,
-    which rounds the sum once less. Left as they are: products of more than 256 rows, or of a number that the compiler
-    does not know; those with a bias, an epilogue or a form of their own; worlds of several nodes; and forward passes
-    that are recorded for a backward pass.
-
-    Returns {"pre_grad_custom_pass": the pass}; put options of your own beside it.
-    """
-    return {"pre_grad_custom_pass": _made()}
-
-
-@functools.cache
-def _made() -> Any:
-    """The pass. torch tells graphs in its caches apart by its `uuid`."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class FusedNorms(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            fuse(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files((__file__,))
-
-    return FusedNorms()
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
 
 
 def fuse(graph: Graph) -> int:
@@ -148,3 +127,6 @@ def _replace(
             node.replace_all_uses_with(result)
     for node in (norm, new, *views):
         graph.erase_node(node)
+
+
+PASS = FusedNorms()

@@ -29,14 +29,22 @@ _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
 class Sync:
     """The clocks released at one address: by any rank at system scope, and by each rank at any scope."""
 
-    __slots__ = ("system", "rank", "time", "launch", "sent")
+    __slots__ = ("system", "rank", "narrow", "time", "launch", "sent")
 
     def __init__(self) -> None:
         self.system: Any = None
         self.rank: dict[int, Any] = {}
+        self.narrow = False  # some release was at GPU scope; otherwise `system` covers `rank`
         self.time = 0.0
         self.sent: tuple[int, int, float] | None = None  # rank, lane and time of the signal that arrives last
         self.launch: dict[int, int] = {}  # rank -> its newest launch that released here
+
+    def visible(self, scope: str, rank: int) -> list[Any]:
+        """The clocks that an acquire at `scope`, "system" or "gpu", by a program of `rank` takes over."""
+        if scope == "system" and self.system is not None and not self.narrow:
+            return [self.system]
+        clocks = self.system if scope == "system" else None, self.rank.get(rank)
+        return [clock for clock in clocks if clock is not None]
 
 
 def accessed(task: Any, kind: str, tensor: str, at: Site) -> wording.Access:
@@ -84,11 +92,13 @@ class Detector:
         sync = self.sync.get(address)
         if sync is None:
             sync = self.sync[address] = Sync()
-        join = self._joined
+        join = self.m.clocks.join
         if scope == "system":
-            sync.system = join(sync.system, clock)
+            sync.system = clock if sync.system is None else join(sync.system, clock)
         if scope != "cta":
-            sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
+            own = sync.rank.get(task.rank)
+            sync.rank[task.rank] = clock if own is None else join(own, clock)
+            sync.narrow = sync.narrow or scope == "gpu"
         flight = cost.LOCAL_SIGNAL_US if self.m.space.owner(address) in (task.rank, None) else cost.SIGNAL_US
         if task.time + flight > sync.time:
             sync.time, sync.sent = task.time + flight, (task.rank, task.lane, task.time)
@@ -98,10 +108,11 @@ class Detector:
         """Keep the clocks at these addresses for a later fence, the only use of a relaxed read; join them seldom."""
         if not self.m.races or scope == "cta":
             return
-        put_by = self.m.current.unacquired
-        for sync in (self.sync[address] for address in addresses if address in self.sync):
-            visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
-            put_by += [clock for clock in visible if clock is not None]
+        put_by, rank = self.m.current.unacquired, self.m.current.rank
+        for address in addresses:
+            sync = self.sync.get(address)
+            if sync is not None:
+                put_by += sync.visible(scope, rank)
         if len(put_by) > 64:
             put_by[:] = [functools.reduce(self.m.clocks.join, put_by)]
 
@@ -109,14 +120,7 @@ class Detector:
         sync = self.sync.get(address)
         if sync is not None and scope != "cta":
             task = self.m.current
-            if scope == "system":
-                task.clock = self._joined(task.clock, sync.system)
-            task.clock = self._joined(task.clock, sync.rank.get(task.rank))
-
-    def _joined(self, a: Any, b: Any) -> Any:
-        if a is None or b is None:
-            return b if a is None else a
-        return self.m.clocks.join(a, b)
+            task.clock = functools.reduce(self.m.clocks.join, sync.visible(scope, task.rank), task.clock)
 
     def fence(self) -> None:
         """Acquire the clocks that earlier relaxed atomics read; later relaxed atomics publish the joined clock."""

@@ -51,6 +51,30 @@ def test_programs_of_one_gpu_need_no_wider_scope(how: str) -> None:
 
 
 @triton.jit
+def hand_over_at_both_scopes(x, out, flags):
+    """Programs 0 and 1 release at the scopes of the GPU and of the system, program 2 acquires at that of the system."""
+    if tl.program_id(0) == 0:
+        tl.store(x, 3)
+        tl.atomic_add(flags, 1, sem="release", scope="gpu")
+    elif tl.program_id(0) == 1:
+        tl.store(x + 1, 4)
+        tl.atomic_add(flags, 1, sem="release", scope="sys")
+    else:
+        while tl.atomic_add(flags, 0, sem="acquire", scope="sys") < 2:
+            pass
+        tl.store(out, tl.load(x) + tl.load(x + 1))
+
+
+def test_a_wide_acquire_takes_over_narrow_releases_of_its_gpu() -> None:
+    def main(world: Any) -> None:
+        x, flags, out = pkt.zeros(2, dtype=torch.int32), pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        hand_over_at_both_scopes[(3,)](x, out, flags)
+        assert out.item() == 7
+
+    assert_right(main, ranks=1, seeds=range(12))
+
+
+@triton.jit
 def two_halves(x, out, world):
     if world.rank == 0:
         pl.store(x, 1, 1, world)

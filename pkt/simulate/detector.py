@@ -245,8 +245,7 @@ class Detector:
     ) -> None:
         """Report the first earlier access of each role that is not ordered before this access."""
         for role in roles:
-            last = getattr(shadow, role)
-            hit = None if last.empty else last.unordered(touched, clock)
+            hit = getattr(shadow, role).unordered(touched, clock)
             if hit is not None:
                 position, stamp = hit
                 self._report(kind, access, touched.offset(position), stamp, role)
@@ -266,6 +265,8 @@ class Detector:
 
     def _check_scopes(self, access: Access, touched: Touched, updaters: Last, clock: np.ndarray, scope: str) -> None:
         """Report each earlier unordered update if the scope of either update leaves the other program out."""
+        if updaters.array is None:
+            return
         task, base = self.m.current, access.region.base
         states = touched.get(updaters.array)
         for state in sorted(set(states.reshape(-1).tolist())):  # a few are faster so than by numpy

@@ -64,11 +64,11 @@ class Last:
     a set of stamps in `sets`, from the end. Most tiles have one stamp all over, and few sets are ever made.
     """
 
-    __slots__ = ("array", "sets", "places", "limit", "empty")
+    __slots__ = ("granules", "array", "sets", "places", "limit")
 
     def __init__(self, granules: int) -> None:
-        self.array = np.zeros(granules, np.int64)
-        self.empty = True
+        self.granules = granules
+        self.array: Any = None  # made at the first access: most roles of most regions have none
         self.sets: list[tuple[int, ...]] = []
         self.places: dict[tuple[int, ...], int] = {}
         self.limit = MANY_SETS
@@ -79,6 +79,8 @@ class Last:
 
     def unordered(self, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
         """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
+        if self.array is None:
+            return None
         if touched.one >= 0:
             return self._late(self.array.item(touched.one), touched.bytes, clock)
         states = touched.get(self.array)
@@ -113,7 +115,8 @@ class Last:
         """Add an access with `stamp` (without its mask). It takes the place of earlier accesses to its bytes; if
         `clock` is given, only of those that are ordered before that."""
         mask = touched.bytes
-        self.empty = False
+        if self.array is None:
+            self.array = np.zeros(self.granules, np.int64)
         if isinstance(mask, int):
             if clock is None and mask == FULL:
                 touched.put(self.array, stamp | FULL)

@@ -367,7 +367,7 @@ class Accesses:
 
 def scalar(value: Any) -> int:
     """The value of a scalar as a Python int."""
-    return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
+    return int(value.handle.data.item(0)) if isinstance(value, tl.tensor) else int(value)
 
 
 def mask_of(mask: Any, ptr: Any) -> Any:

@@ -19,7 +19,6 @@ from pkt.simulate.memory import Access, Buffered, Scattered, Strided
 from pkt.simulate.sites import site, unused
 
 ALL_OF_THEM = 1 << 62
-_ALL = {1: np.arange(1)}  # size of a block -> its flat positions, for the most frequent size
 
 
 class Atomics(Accesses):
@@ -39,12 +38,12 @@ class Atomics(Accesses):
     ) -> np.ndarray:
         """Perform an atomic update; return the old values, in the shape of `addresses`.
 
-        update: `update(old, where)` returns the new values of the flat positions `where`. reads: the update changes
-        nothing, so it is no signal that could be lost. expected: the values that a CAS compares, flat. Where it finds
-        others it fails: it has only read, and releases nothing."""
+        update: `update(old, where)` returns the new values of the flat positions that the index `where` chooses. reads:
+        the update changes nothing, so it is no signal that could be lost. expected: the values that a CAS compares,
+        flat. Where it finds others it fails: it has only read, and releases nothing."""
         m, task = self.m, self.m.current
         at = site()
-        self._step(int(addresses.flat[0]), spin=mask is None or bool(mask.any()))
+        self._step(addresses.item(0), spin=mask is None or bool(mask.any()))
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
         if at.call == "epoch" and parts and parts[0][0].region.kind != "signals":
@@ -147,30 +146,28 @@ class Atomics(Accesses):
         for access, where in parts:
             if record:
                 self._own_stores(access)
-            flat: Any = _ALL.get(len(out), None) if where is ... else where
-            if flat is None:
-                flat = np.arange(len(out))
             if isinstance(access, Strided) and access.place.repeats():  # of a block that was broadcast, for one
                 access = Scattered(access.region, access.byte_offsets(), access.itemsize)
             if isinstance(access, Strided):
                 view = access.view(dtype)
                 old = view.reshape(-1).copy()
-                new = update(old, flat)
+                new = update(old, where)
                 changed = bool(old[0] != new[0] if len(old) == 1 else (old != new).any())
                 view[...] = new.reshape(view.shape)
             elif len(np.unique(access.offsets)) == len(access.offsets):
                 old = access.read(dtype).copy()
-                new = update(old, flat)
+                new = update(old, where)
                 changed = bool((old != new).any())
                 access.write(np.ascontiguousarray(new))
             else:  # one after the other, as the hardware does
                 changed = True
+                flat = np.arange(len(out))[where]
                 old = np.empty(len(access.offsets), dtype)
                 for i in range(len(access.offsets)):
                     one = Scattered(access.region, access.offsets[i : i + 1], access.itemsize)
                     old[i] = one.read(dtype)[0]
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
-            out[flat] = old
+            out[where] = old
             if record:
                 if failed and len(failed) == len(words):
                     self.detector.look(access, "failed CAS")
@@ -235,7 +232,7 @@ class Atomics(Accesses):
         """Whether the update will change any word."""
         for access, where in parts:
             old = access.read(dtype).copy()
-            if (update(old, np.arange(len(old)) if where is ... else where) != old).any():
+            if (update(old, where) != old).any():
                 return True
         return False
 

@@ -35,6 +35,7 @@ from pkt.simulate.builder import Builder, np_dtype
 from pkt.simulate.patches import Patches
 from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
+from pkt.simulate.tasks import drop_runners
 
 _ADDRESSES = address.of_rank, address.near, address.peer
 
@@ -365,6 +366,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
         if outermost:
             _patches.remove()
             interpret.functions.clear()
+            drop_runners()
             gc.set_threshold(*thresholds)
         interpret.replaced = replaced
 

@@ -37,7 +37,7 @@ from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
 from pkt.simulate.sites import host_call, of_task, site
 from pkt.simulate.stream import Stream
-from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, Turn, events
+from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, Turn, events, runner
 from pkt.trace import Event
 from pkt.wording import HOST
 
@@ -233,7 +233,7 @@ class Machine:
             self.current = None
             if guard is not None:
                 host.modes = self.left = guard.leave()
-        if task.greenlet.dead:
+        if task.ended or task.greenlet.dead:
             self.progress += 1
             if launch is not None:
                 self._finish(task, launch)
@@ -289,7 +289,7 @@ class Machine:
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
             index, program = launch.take()
-            task = Task(greenlet.greenlet(launch.body, self.hub), launch.rank, launch.name)
+            task = Task(runner(self.hub), launch.rank, launch.name)
             task.launch, task.program, task.index = launch, program, index
             task.lane = heapq.heappop(host.slots)
             while len(host.columns) <= index:

@@ -122,7 +122,7 @@ class Machine:
         self._was_by_time = False
         self.current: Task | None = None
         self.random_of: Host | None = None  # the rank whose random state torch has now
-        self.left: modes.Modes | None = None  # the modes that the host code which ran last has left behind
+        self.guard: modes.Guard | None = None  # of the host code that ran last
         self.hub: Any = None
         self.thread = threading.get_ident()  # that all ranks run in
         from pkt.simulate.device import SimulatedDevice  # here, because importing pkt should load little
@@ -218,7 +218,7 @@ class Machine:
         launch, guard = task.launch, None
         if launch is None:
             self._take_random(host)
-            guard = modes.Guard(self.stream.watched(host), self.left)
+            guard = modes.Guard(self.stream.watched(host), self.guard)
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
@@ -232,7 +232,7 @@ class Machine:
         finally:
             self.current = None
             if guard is not None:
-                host.modes = self.left = guard.leave()
+                host.modes, self.guard = guard.leave(), guard
         if task.ended or task.greenlet.dead:
             self.progress += 1
             if launch is not None:
@@ -326,7 +326,7 @@ class Machine:
         self.stream.close()
         for host in self.hosts:
             del host.modes  # with its watch, which refers to the host
-        self.device = self.stream = self.hub = self.random_of = self.left = None
+        self.device = self.stream = self.hub = self.random_of = self.guard = None
         for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals, self.far):
             tasks.clear()
         self.waiting.clear()

@@ -56,7 +56,8 @@ def inherited(without: TorchFunctionMode) -> Modes:
 
 
 def enter(wanted: Modes, now: Modes | None = None) -> None:
-    """Set the modes, except inference, which only a guard can change. now: as for `Guard`."""
+    """Set the modes, except inference, which only a guard can change. now: what the last `Guard.leave` in this thread
+    returned, if there was one."""
     torch._C._set_grad_enabled(wanted.grad)
     torch.set_autocast_enabled("cpu", wanted.autocast)
     if now is not None and wanted[_LASTING] == now[_LASTING]:
@@ -72,19 +73,26 @@ def enter(wanted: Modes, now: Modes | None = None) -> None:
 class Guard:
     """A rank's host code runs with its modes between `__init__` and `leave`."""
 
-    __slots__ = ("_before", "_forced", "_guard", "_hooks", "_outer")
+    __slots__ = ("_before", "_forced", "_guard", "_hooks", "_left", "_outer", "_wanted")
+    _before: tuple[Any, Any]  # dispatch keys when the code went on
+    _left: Modes  # what `leave` has returned
 
-    def __init__(self, wanted: Modes, now: Modes | None = None) -> None:
-        """now: what the last `leave` in this thread returned, if there was one."""
+    def __init__(self, wanted: Modes, last: Guard | None = None) -> None:
+        """last: the last guard of this thread, if there was one, and has been left."""
+        self._wanted = wanted
         self._guard = torch._C._InferenceMode(wanted.inference)  # torch.inference_mode without its decorator
         self._guard.__enter__()
-        enter(wanted, now)
+        enter(wanted, None if last is None else last._left)
         self._outer = torch._C._len_torch_function_stack()
         for mode in wanted.functions:
             _push_mode(mode)
         self._hooks = _taken_hooks()
         _put_hooks(wanted.hooks)
-        self._before, self._forced = _keys(), None
+        if last is not None and wanted[: _LASTING.start] == last._wanted[: _LASTING.start]:
+            self._before = last._before  # keys follow from those modes, and a look at them takes long
+        else:
+            self._before = _keys()
+        self._forced = None
         if wanted.keys is not None:
             self._forced = torch._C._ForceDispatchKeyGuard(*wanted.keys)
             self._forced.__enter__()
@@ -101,7 +109,8 @@ class Guard:
             functions = (_pop_mode(), *functions)
         found = modes(functions, hooks)
         self._guard.__exit__(None, None, None)
-        return found if keys == self._before else found._replace(keys=keys)
+        self._left = found if keys == self._before else found._replace(keys=keys)
+        return self._left
 
 
 def _keys() -> tuple[Any, Any]:

@@ -177,7 +177,7 @@ def _apply() -> None:
     if not _patches.serve():
         _patches.clear()
         _install()
-    interpret.replaced |= _patches.replaced
+    interpret.replaced = interpret.replaced | _patches.replaced
     _patches.apply()
 
 
@@ -347,7 +347,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     Contexts may be nested. An inner one only replaces `launch`, so an outer one without `launch` keeps `tl` patched
     over many runs."""
     outermost = not _launchers
-    replaced, thresholds = dict(interpret.replaced), gc.get_threshold()
+    replaced, thresholds = interpret.replaced, gc.get_threshold()
     _launchers.append(launch or _refuse)
     try:
         if outermost:

@@ -164,7 +164,7 @@ class Machine:
         task.column = self.clocks.column()
         task.clock = self.clocks.zero()
         task.clock[task.column] = 1
-        host.task, host.random = task, random
+        host.task, host.random, host.settled = task, random, self.clocks.zero()
         self.ready.append(task)
 
     def _loop(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from pkt.errors import ShapeError
 from pkt.simulate.rows import KEPT, SMALL, found_rows, ramp
@@ -259,6 +260,11 @@ class AddressSpace:
     def slice(self, rank: int, offset: int, nbytes: int) -> np.ndarray:
         at = self._skip + rank * self.stride + offset
         return self._bytes[at : at + nbytes]
+
+    def tensor(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes of `slice` as a tensor, whose storage begins with them."""
+        at = self._skip + rank * self.stride + offset
+        return torch.frombuffer(self._bytes, dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
 
     def owner(self, address: int) -> int | None:
         """The rank whose window holds `address`, `size` for the multicast window, or None for local memory."""

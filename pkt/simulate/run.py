@@ -53,7 +53,7 @@ class SimulatedRank:
             raise FarAccess.host(self.rank, f"peer({rank})", rank, self.node_size)
         if rank != self.rank:  # for `x.peer(rank)`, a plain tensor
             self.machine.stream.watch(self.machine.hosts[self.rank])
-        return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes)).view(dtype)
+        return self.machine.space.tensor(rank, offset, nbytes, dtype)
 
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.stride:

@@ -136,7 +136,9 @@ class Host:
     """One rank: its host task, its stream of launches, its SM slots, and torch's state of a thread (random state,
     whether gradients are recorded)."""
 
-    task: Task  # from the start of the run on
+    task: Task  # this and the next two: from the start of the run on
+    random: torch.Tensor
+    settled: np.ndarray  # clock of the device work that its host code knows to be done
 
     def __init__(self, rank: int, sms: int) -> None:
         self.rank = rank
@@ -148,13 +150,11 @@ class Host:
         self.queue: deque[Launch] = deque()  # the launches after it
         self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
         self.finished_at = 0.0
-        self.settled: Any = np.zeros(0, np.int64)  # clock of the device work that its host code knows to be done
         self.watched = False  # it holds plain tensors over other ranks' memory
         self.waits = False  # for its launches, in a torch function
         self.calls: Counter[tuple[int, ...]] = Counter()  # collective ones, by the ranks that meet
         self.call = ""
         self.closed: Site | None = None  # where it closed its world
-        self.random = torch.get_rng_state()
         self.modes = modes()
         self.result: Any = None
 

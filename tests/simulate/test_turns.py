@@ -65,6 +65,17 @@ def test_tasks_of_asyncio_get_their_own_results(switching: None) -> None:
     assert asyncio.run(together()) == [wanted(n) for n in range(4)]
 
 
+def test_ranks_that_simulate_between_their_launches() -> None:
+    """The programs of the inner simulation and of the outer one run on greenlets of their own."""
+
+    def outer(world: Any) -> list[Any]:
+        return [main(world, 4), launch(world.rank), main(world, 5)]
+
+    for seed in range(4):
+        found = pkt.launch(outer, ranks=2, device="cpu", seed=seed)
+        assert found == [[40 + rank, wanted(rank), 50 + rank] for rank in range(2)]
+
+
 def test_a_search_and_a_launch_of_two_threads(switching: None) -> None:
     with ThreadPoolExecutor(2) as threads:
         searched = threads.submit(pkt.simulate, main, 2, 5, (3,))

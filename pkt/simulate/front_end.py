@@ -94,6 +94,9 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
         known = _kernels[id(kernel), compile] = _Kernel(kernel, ARCHITECTURES[compile])
     bound, specialization, given = known.binder(**arguments, **options)
     functions = [id(v) for v in bound.values() if isinstance(getattr(v, "value", v), JITFunction)]
+    exact = repr(specialization), repr(given), *functions
+    if exact in known.compiled:  # as in each schedule but the first
+        return known.compiled[exact]
     types = specialization if compile is not None else [_type(*s) for s in specialization]
     key = repr(types), repr(given), *functions
     if key not in known.compiled:
@@ -108,6 +111,7 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
                 known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
             if name is not None:
                 accepted.keep(name)
+    known.compiled[exact] = known.compiled[key]
     return known.compiled[key]
 
 

@@ -97,10 +97,9 @@ class SimulatedDevice(Flagged, Multimem, Far):
 
     def drain(self, world: Any, pending: int = 0) -> None:
         m, task = self.m, self.m.current
-        at = site()
         if task.undrained:
-            m.census.note(at, "no drain")
-        if m.faults.change(at) in ("no drain", "remove"):
+            m.census.note(site(), "no drain")
+        if m.faults.mutant is not None and m.faults.change(site()) in ("no drain", "remove"):
             return
         self._commit(task, lambda p: p.is_async)
         task.undrained = False

@@ -126,7 +126,10 @@ class Census:
     signals: list[Signal] = field(default_factory=list)
 
     def note(self, site: Site, *changes: Change) -> None:
-        self.sites.setdefault(site, set()).update(changes)
+        known = self.sites.get(site)
+        if known is None:
+            known = self.sites[site] = set()
+        known.update(changes)
 
     def mutants(self) -> list[Mutant]:
         return [

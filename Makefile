@@ -27,6 +27,8 @@ PY := $(BIN)/python
 # Python writes the bytecode of the modules that are imported, which are few of those that are installed.
 INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 STAMP := .venv/.installed
+# Processes share the bytecode. A container that sets this would have each test process compile torch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
 .PHONY: setup demo test newest test-gpu mutants lint types bench format clean

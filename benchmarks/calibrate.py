@@ -6,7 +6,7 @@
 Times: the zoo's (zoo_calibration_*.json and zoo_4.json of benchmarks/results), and those of the operators' own
 benchmarks at default settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied
 now, those of TRIED; of all-reduce products whose tiles were narrow in those runs and are wide now, those of
-TRIED_ON_H100; none of low_latency with 17 to 32 rows, whose tiles have changed since. A product is the
+TRIED_ON_H100; of low_latency with 17 to 32 rows, whose tiles have changed, those of FEWER_ROWS alone. A product is the
 matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge the fit, every
 third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret of a shape is
 the time of the form that the operator takes there, by the rule and the tables that ship, divided by that of the fastest
@@ -62,8 +62,8 @@ VARIANTS = {
     "pkt add, 128x256": "add", "pkt inbox, 128x256": "inbox",
 }  # fmt: skip
 """Variants of the operators' benchmarks that have the default settings of their form."""
-FEWER_ROWS = "zoo_24_and_32_rows_2.json"
-"""Of the zoo's files the one that has the tiles of low_latency for 17 to 32 rows. Nothing is fitted to it."""
+FEWER_ROWS = "zoo_calibration_24_and_32_rows_2.json"
+"""Of the zoo's files the one that has the tiles of low_latency for 17 to 32 rows."""
 TRIED = "matmul_reduce_scatter_tried_2.json"
 TRIED_ON_H100 = "matmul_all_reduce_tried_2.json"
 COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
@@ -246,27 +246,37 @@ def instead(table: Mapping[str, Any]) -> Iterator[None]:
     """The model takes `table` for calibrated.json."""
     before = calibration.calibrated
     calibration.calibrated = lambda: table  # type: ignore[assignment]
-    tables.measured.cache_clear()
+    _forget()
     try:
         yield
     finally:
         calibration.calibrated = before
-        tables.measured.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    """What follows from the table that counted."""
+    tables.measured.cache_clear()
+    calibration.measured.cache_clear()
 
 
 def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
-    """calibrated.json without its sources. curves: of the collectives."""
+    """calibrated.json without its sources. curves: of the collectives. Factors are not fitted to the shapes of
+    FEWER_ROWS: so many of so few rows would set the powers of N and K for all."""
     alone = [
         Point(s._replace(size=1), library(s.key).total, forms[PRODUCT])
         for s, forms in times.items()
-        if PRODUCT in forms
+        if PRODUCT in forms and not 16 < s.M <= 32
     ]
     table: dict[str, Any] = {
-        "collectives": curves, "product": _curve(alone) if alone else None, "forms": {}, "error": {}, "known": {},
+        "collectives": curves, "product": _curve(alone) if alone else None,
+        "forms": {}, "near": {}, "error": {}, "known": {},
     }  # fmt: skip
     points: dict[tuple[str, str, str], list[Point]] = {}
     with instead(table):
         for shape, forms in times.items():
+            if 16 < shape.M <= 32:
+                continue
             forms = without_product(forms)
             best = min(forms.values(), default=0.0)
             for form, seconds in forms.items():
@@ -276,12 +286,29 @@ def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
                     points.setdefault((shape.operator, shape.layout, form), []).append(point)
     for (operator, layout, form), some in points.items():
         table["forms"].setdefault(operator, {}).setdefault(layout, {})[form] = _curve(some)
+    with instead(table):
+        near = _near(times)
+    table["near"] = near
     for operator in OPERATORS:
         for layout in ("rows", "columns"):
             products = _products(s for s in times if (s.operator, s.layout) == (operator, layout))
             if products:
                 table["known"].setdefault(operator, {})[layout] = products
     return table
+
+
+def _near(times: Times) -> dict[str, Any]:
+    """`near` of calibrated.json, by the table that counts."""
+    found: dict[str, Any] = {}
+    for shape, every in sorted(times.items()):
+        forms = without_product(every)
+        for form in sorted(forms):
+            guess = _predicted(shape, form)
+            if guess is not None:
+                of = found.setdefault(shape.operator, {}).setdefault(shape.layout, {}).setdefault(form, [])
+                case = shape.size, calibration.whole_tiles(shape.M), shape.N, shape.K
+                of.append([*case, round(math.log(forms[form] / guess), 3)])
+    return found
 
 
 def _predicted(shape: Shape, form: str) -> float | None:

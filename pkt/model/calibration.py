@@ -8,6 +8,8 @@ product: the correction of `pkt.model.cost.library`, the model of cuBLAS: measur
     of N and a power of K. sides: each exponent, and the lengths that were measured. rows: the least and the greatest
     M. points: the number of fitted times.
 forms: the same correction of `Form.seconds`, for each operator, layout of its operands and form.
+near: how far the corrected times are from those that were measured: (ranks, M in whole tiles, N, K, logarithm of
+    measured / corrected), for each operator, layout and form.
 error: the median error of a form's predicted time, relative to that of cuBLAS and pkt's collective, on products that
     the fit did not see; for each operator and form.
 known: for each operator and layout, the products that were measured: (ranks, N, K, least M, greatest M).
@@ -38,6 +40,12 @@ SIDE = 8192
 """The N and the K at which a factor's powers are 1."""
 RANKS = 0.5
 """Doublings for twice as many ranks: each rank computes the same, and sends almost as much."""
+ROWS = 128
+"""Of a tile."""
+NEARBY, APART, DOUBLED = 0.3, 0.1, (4.0, 2.0, 1.0, 1.0)
+"""Of `near`: the distance at which a measurement has lost 40 % of its weight; the weight of the fit beside them, where
+a measurement of the same shape weighs 1; and the distance of twice as many ranks, rows, columns, and twice K. Of some
+twenty settings these choose best for products and for shapes that were held out."""
 OTHER_GPU = 1.0
 """Doublings for a GPU that the model was not fitted to, though its rates are known. On 4 x H100 the form for few rows
 is slower than its prediction. With 0, 0.5, 1 and 1.4 the form that is taken there takes 1.0053, 1.0035, 1.0033 and
@@ -84,9 +92,39 @@ def layout_of(key: Mapping[str, Any]) -> str:
     return str(key.get("shard", "rows"))
 
 
-def corrected(operator: str, mode: str, key: Mapping[str, Any], found: Estimate) -> Estimate:
-    """`found` with what measurements add to it or take from it."""
-    return _corrected(calibrated()["forms"].get(operator, {}).get(layout_of(key), {}).get(mode), key, found)
+def corrected(operator: str, mode: str, key: Mapping[str, Any], found: Estimate, gpu: Gpu = H200) -> Estimate:
+    """`found` with what measurements add to it or take from it: those of all shapes, then, on the GPU that they were
+    made on, those of shapes that are near."""
+    found = _corrected(calibrated()["forms"].get(operator, {}).get(layout_of(key), {}).get(mode), key, found)
+    if gpu.name != H200.name:
+        return found
+    ratio = math.exp(_off_nearby(measured(operator, layout_of(key), mode), key))
+    return replace(found, correction=found.correction + (ratio - 1.0) * found.total)
+
+
+@functools.cache
+def measured(operator: str, layout: str, mode: str) -> Any:
+    """`near` of a form, an array with a row for each case: the logarithms of ranks, M, N and K to the base 2, and that
+    of the ratio."""
+    rows = calibrated().get("near", {}).get(operator, {}).get(layout, {}).get(mode, ())
+    found = np.array(rows, float).reshape(-1, 5)
+    found[:, :4] = np.log2(found[:, :4])
+    return found
+
+
+def _off_nearby(rows: Any, key: Mapping[str, Any]) -> float:
+    """The mean of the logarithms that were measured, each with a weight that falls with its distance from the case as
+    that of a normal distribution, and of a 0 that weighs APART."""
+    case = np.log2([key["size"], whole_tiles(key["M"]), key["N"], key["K"]])
+    distances = np.abs(rows[:, :4] - case) @ np.array(DOUBLED)
+    weights = np.exp(-0.5 * (distances / NEARBY) ** 2)
+    return float(weights @ rows[:, 4] / (weights.sum() + APART))
+
+
+def whole_tiles(M: int) -> int:
+    """The rows that a form multiplies where a case has M: few rows fill a tile of a power of two, many have tiles of
+    ROWS."""
+    return math.ceil(M / ROWS) * ROWS if M > ROWS else max(16, 1 << (M - 1).bit_length())
 
 
 def _corrected(curve: Mapping[str, Any] | None, key: Mapping[str, Any], found: Estimate) -> Estimate:

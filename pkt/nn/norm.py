@@ -80,11 +80,11 @@ def fused_norms() -> dict[str, Any]:
 
         model = torch.compile(pkt.parallelize(model, world, plan), options=pkt.nn.fused_norms())
 
-    For models that decode: torch's RMSNorm of `residual + y`, where y is what a RowParallelLinear returns that keeps
-    all tokens on every rank, or `pkt.matmul_all_reduce` itself. It becomes a product and `pkt.all_reduce_rms_norm`,
-    which rounds the sum once less. Left as they are: products of more than 256 rows, or of a number that the compiler
-    does not know; those with a bias, an epilogue or a form of their own; worlds of several nodes; and forward passes
-    that are recorded for a backward pass.
+    For models that decode: torch's RMSNorm of `residual + y`, or that of Hugging Face's and Meta's Llama, where y is
+    what a RowParallelLinear returns that keeps all tokens on every rank, or `pkt.matmul_all_reduce` itself. It becomes
+    a product and `pkt.all_reduce_rms_norm`, which rounds the sum once less, and the norm once, behind the weight. Left
+    as they are: products of more than 256 rows, or of a number that the compiler does not know; those with a bias, an
+    epilogue or a form of their own; worlds of several nodes; and forward passes that are recorded for a backward pass.
 
     Returns {"pre_grad_custom_pass": the pass}; put options of your own beside it.
     """

@@ -161,7 +161,29 @@ def with_dimensions_in_front(a: Any, b: Any, residual: Any, weight: Any) -> Any:
     return new, normed(new, weight)
 
 
-FUSED = [plain, sum_first, new_is_changed_behind, a_is_changed_before, with_dimensions_in_front]
+def as_hugging_face(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + product(a, b)
+    x = new.to(torch.float32)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return new, weight * x.to(residual.dtype)
+
+
+def as_meta(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + product(a, b)
+    x = new.float()
+    normed = x * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-5)
+    return new, normed.type_as(new) * weight
+
+
+FUSED = [
+    as_hugging_face,
+    as_meta,
+    plain,
+    sum_first,
+    new_is_changed_behind,
+    a_is_changed_before,
+    with_dimensions_in_front,
+]
 
 
 def new_is_changed_between(a: Any, b: Any, residual: Any, weight: Any) -> Any:
@@ -249,6 +271,46 @@ def another_dtype(a: Any, b: Any, residual: Any, weight: Any) -> Any:
     return new, normed(new, weight.double())
 
 
+def written_out(x: Any, weight: Any, over: int = -1, eps: Any = 1e-5, power: int = 2, to: Any = torch.float32) -> Any:
+    whole = x.to(torch.float32)
+    scale = torch.rsqrt(whole.pow(power).mean(over, keepdim=True) + eps)
+    return weight * (whole * scale).to(to)
+
+
+def over_rows(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (written_out(residual + product(a, b), weight, over=0),)
+
+
+def of_fourth_powers(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (written_out(residual + product(a, b), weight, power=4),)
+
+
+def with_epsilon_of_a_tensor(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (written_out(residual + product(a, b), weight, eps=weight[0] ** 2),)
+
+
+def with_a_mean_of_something_else(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + product(a, b)
+    x = new.float()
+    return (weight * (x * torch.rsqrt(residual.float().pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(new),)
+
+
+def with_a_scale_that_is_used(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + product(a, b)
+    x = new.float()
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * (x * scale).type_as(new), scale
+
+
+def with_another_result(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (written_out(residual + product(a, b), weight, to=torch.float64),)
+
+
+def with_a_weight_made_between(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + product(a, b)
+    return (normed(new, weight + 1),)
+
+
 def no_product(a: Any, b: Any, residual: Any, weight: Any) -> Any:
     new = residual + all_reduce.OPERATOR.op(a @ b, "sum", *[None] * (len(all_reduce.OPERATOR.keywords) - 1), "", 0)
     return new, normed(new, weight)
@@ -256,8 +318,9 @@ def no_product(a: Any, b: Any, residual: Any, weight: Any) -> Any:
 
 LEFT = [
     new_is_changed_between, a_view_of_new_is_changed_between, the_weight_is_changed_between, the_sum_has_another_use,
-    in_place, with_alpha, with_bias, with_an_epilogue, with_a_form, without_weight, one_row_for_all, a_number,
-    two_dimensions, other_columns, turned, another_dtype, no_product,
+    over_rows, of_fourth_powers, with_epsilon_of_a_tensor, with_a_mean_of_something_else, with_a_scale_that_is_used,
+    with_another_result, with_a_weight_made_between, in_place, with_alpha, with_bias, with_an_epilogue, with_a_form,
+    without_weight, one_row_for_all, a_number, two_dimensions, other_columns, turned, another_dtype, no_product,
 ]  # fmt: skip
 
 
@@ -323,14 +386,30 @@ def test_over_nodes_nothing_is_fused() -> None:
     pkt.launch(main, 2, device="cpu", node_size=1)
 
 
-def test_a_module_of_its_own() -> None:
-    """RowParallelLinear and torch's RMSNorm, without a plan."""
+class LlamaRMSNorm(nn.Module):
+    """With the arithmetic of Hugging Face's."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(features)), 1e-6
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        dtype = states.dtype
+        states = states.to(torch.float32)
+        variance = states.pow(2).mean(-1, keepdim=True)
+        states = states * torch.rsqrt(variance + self.eps)
+        return self.weight * states.to(dtype)
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, LlamaRMSNorm])
+def test_a_module_of_its_own(kind: Callable[[int], nn.Module]) -> None:
+    """RowParallelLinear and a norm, without a plan."""
 
     class Half(nn.Module):
         def __init__(self, world: Any) -> None:
             super().__init__()
             self.down = pkt.nn.RowParallelLinear(HIDDEN, FEATURES, bias=False, world=world)
-            self.norm = nn.RMSNorm(FEATURES)
+            self.norm = kind(FEATURES)
 
         def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             return self.norm(self.down(x) + residual)

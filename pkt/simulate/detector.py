@@ -92,17 +92,21 @@ class Detector:
         sync = self.sync.get(address)
         if sync is None:
             sync = self.sync[address] = Sync()
-        join = self.m.clocks.join
-        if scope == "system":
-            sync.system = clock if sync.system is None else join(sync.system, clock)
-        if scope != "cta":
-            own = sync.rank.get(task.rank)
-            sync.rank[task.rank] = clock if own is None else join(own, clock)
-            sync.narrow = sync.narrow or scope == "gpu"
+        if clock is not None:
+            self._release(sync, clock, task.rank, scope)
         flight = cost.LOCAL_SIGNAL_US if self.m.space.owner(address) in (task.rank, None) else cost.SIGNAL_US
         if task.time + flight > sync.time:
             sync.time, sync.sent = task.time + flight, (task.rank, task.lane, task.time)
         sync.launch[task.rank] = task.launch.ordinal
+
+    def _release(self, sync: Sync, clock: Any, rank: int, scope: str) -> None:
+        join = self.m.clocks.join
+        if scope == "system":
+            sync.system = clock if sync.system is None else join(sync.system, clock)
+        if scope != "cta":
+            own = sync.rank.get(rank)
+            sync.rank[rank] = clock if own is None else join(own, clock)
+            sync.narrow = sync.narrow or scope == "gpu"
 
     def read_relaxed(self, addresses: list[int], scope: str) -> None:
         """Keep the clocks at these addresses for a later fence, the only use of a relaxed read; join them seldom."""

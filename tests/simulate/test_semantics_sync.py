@@ -497,6 +497,26 @@ def flagged_by_all(slots, flags, x, out, world, N: tl.constexpr):
             tl.store(out + (3 * r + j) * N + o, found[r][j])
 
 
+@triton.jit
+def flagged_where_an_atomic_was(slots, out, world):
+    o = tl.arange(0, 1)
+    pl.atomic_add(slots, 5, world.rank, world)
+    pl.put_flagged(slots + o, (o + 1, o + 2, o + 3), 7, world.rank, world)
+    a, b, c = pl.take_flagged(slots + o, 7, world)
+    tl.store(out + o, a + b + c)
+
+
+def test_words_may_be_put_where_an_atomic_was() -> None:
+    """As in memory that is used again: the atomic has left its program's clock there, and the words leave none."""
+
+    def main(world: Any) -> None:
+        slots, out = pkt.zeros(1, 4, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        flagged_where_an_atomic_was[(1,)](slots, out, world.device)
+        assert out.item() == 6
+
+    launch(main, 1)
+
+
 def filled(n: int, turn: int, rank: int) -> list[list[int]]:
     """Three rows of n numbers; the last three words are masked."""
     return [[1000 * turn + 100 * rank + n * j + i if i < n - 3 else 0 for i in range(n)] for j in range(3)]

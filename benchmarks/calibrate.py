@@ -6,11 +6,12 @@
 Times: the zoo's (zoo_calibration_*.json and zoo_4.json of benchmarks/results), and those of the operators' own
 benchmarks at default settings; of reduce-scatter products whose tiles were stored in the zoo's runs and are copied
 now, those of TRIED; of all-reduce products whose tiles were narrow in those runs and are wide now, those of
-TRIED_ON_H100; of low_latency with 17 to 32 rows, whose tiles have changed, those of FEWER_ROWS alone. A product is the
-matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge the fit, every
-third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret of a shape is
-the time of the form that the operator takes there, by the rule and the tables that ship, divided by that of the fastest
-form that was measured there.
+TRIED_ON_H100; of low_latency with 17 to 32 rows, whose tiles have changed, those of FEWER_ROWS alone.
+
+A product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge
+the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret
+of a shape is the time of the form that the operator takes there, by the rule and the tables that ship, divided by that
+of the fastest form that was measured there.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ VARIANTS = {
     "pkt add, 128x256": "add", "pkt inbox, 128x256": "inbox",
 }  # fmt: skip
 """Variants of the operators' benchmarks that have the default settings of their form."""
-FEWER_ROWS = "zoo_calibration_24_and_32_rows_2.json"
-"""Of the zoo's files the one that has the tiles of low_latency for 17 to 32 rows."""
+RETILED, FEWER_ROWS = range(17, 33), "zoo_calibration_24_and_32_rows_2.json"
+"""M at which low_latency has other tiles than in the zoo's first runs, and the zoo's file that has these tiles."""
 TRIED = "matmul_reduce_scatter_tried_2.json"
 TRIED_ON_H100 = "matmul_all_reduce_tried_2.json"
 COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
@@ -185,7 +186,7 @@ def of_zoo(path: Path) -> dict[Shape, dict[str, float]]:
         known, shape = {PRODUCT, *OPERATORS[key[0]].forms}, Shape(*key[:5], "rows", key[5])
         if _were_otherwise(shape):
             known.discard("gluon")
-        if 16 < shape.M <= 32 and path.name != FEWER_ROWS:
+        if shape.M in RETILED and path.name != FEWER_ROWS:
             known.discard("low_latency")
         found[shape] = {f: t for f, t in forms.items() if f in known}
     return found
@@ -261,12 +262,12 @@ def _forget() -> None:
 
 
 def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
-    """calibrated.json without its sources. curves: of the collectives. Factors are not fitted to the shapes of
-    FEWER_ROWS: so many of so few rows would set the powers of N and K for all."""
+    """calibrated.json without its sources. curves: of the collectives. Factors are not fitted to RETILED rows: so many
+    shapes of so few rows would set the powers of N and K for all."""
     alone = [
         Point(s._replace(size=1), library(s.key).total, forms[PRODUCT])
         for s, forms in times.items()
-        if PRODUCT in forms and not 16 < s.M <= 32
+        if PRODUCT in forms and s.M not in RETILED
     ]
     table: dict[str, Any] = {
         "collectives": curves, "product": _curve(alone) if alone else None,
@@ -275,7 +276,7 @@ def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
     points: dict[tuple[str, str, str], list[Point]] = {}
     with instead(table):
         for shape, forms in times.items():
-            if 16 < shape.M <= 32:
+            if shape.M in RETILED:
                 continue
             forms = without_product(forms)
             best = min(forms.values(), default=0.0)
@@ -287,8 +288,7 @@ def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
     for (operator, layout, form), some in points.items():
         table["forms"].setdefault(operator, {}).setdefault(layout, {})[form] = _curve(some)
     with instead(table):
-        near = _near(times)
-    table["near"] = near
+        table["near"] = _near(times)
     for operator in OPERATORS:
         for layout in ("rows", "columns"):
             products = _products(s for s in times if (s.operator, s.layout) == (operator, layout))

@@ -6,8 +6,8 @@ and norms that:
     new = residual + matmul_all_reduce(a, b)            new, normed = all_reduce_rms_norm(a @ b, residual, weight)
     normed = rms_norm(new, weight)                  ->
 
-The norm is torch's, or written out as Hugging Face's and Meta's models of Llama have it.
-Where a forward pass is recorded for a backward pass the graph has other nodes, and stays as it is.
+The norm is torch's, or written out as Hugging Face's and Meta's models of Llama have it. Where a forward pass is
+recorded for a backward pass the graph has other nodes, and stays as it is.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def _fuse_one(graph: Graph, norm: Norm) -> bool:
         return False
     if not isinstance(weight, Node) or not _may_move(weight, new, norm):
         return False
+    if norm.eps is not None and not (isinstance(norm.eps, float) and norm.eps > 0):  # as the operator wants it
+        return False
     for y, residual in (new.args, new.args[::-1]):
         views = _views(y)
         if views and isinstance(residual, Node) and _suits(views[-1], residual, norm):
@@ -89,9 +91,10 @@ def _norm_at(node: Node) -> Norm | None:
         given = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args)) | node.kwargs
         of, shape, weight, eps = (given.get(name) for name in ("input", "normalized_shape", "weight", "eps"))
         return Norm([node], of, tuple(shape), weight, eps)  # type: ignore[arg-type]
-    if _call(node)[0] != "mul":
+    name, factors, _ = _call(node)
+    if name != "mul" or len(factors) != 2:
         return None
-    found = [_written_out(node, weight, normed) for weight, normed in (_call(node)[1], _call(node)[1][::-1])]
+    found = [_written_out(node, weight, normed) for weight, normed in (factors, factors[::-1])]
     return next((norm for norm in found if norm is not None), None)
 
 
@@ -122,7 +125,7 @@ def _written_out(last: Node, weight: Any, normed: Any) -> Norm | None:
     inner = all(user in nodes for node in nodes[1:] for user in node.users)
     squares = base is x and power in ([2], [x]) and over in ([-1, True], [[-1], True], [(-1,), True])
     in_fp32 = dtype in ([], [torch.float32])
-    if not (inner and squares and in_fp32 and isinstance(eps, float) and isinstance(weight, Node)):
+    if not (inner and squares and in_fp32 and isinstance(weight, Node)):
         return None
     value = weight.meta.get(VALUE)
     return None if value is None else Norm(nodes, of, tuple(value.shape), weight, eps)
@@ -140,7 +143,7 @@ def _call(node: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     return name, node.args, node.kwargs
 
 
-# ------------------------------------------------------------------------------------------------ what is before it
+# --------------------------------------------------------------------------------------------------- what is before it
 def _views(y: Any) -> list[Node]:
     """y and the nodes before it, up to the product that y is a view of; none of them has another user. Empty where y is
     no such view."""
@@ -157,6 +160,8 @@ def _views(y: Any) -> list[Node]:
 
 def _suits(product: Node, residual: Node, norm: Norm) -> bool:
     """Whether `pkt.all_reduce_rms_norm` computes the same as the sum of a product, the addition and the norm."""
+    if len(product.args) != len(PRODUCT.op._schema.arguments):  # not as pkt calls it
+        return False
     _, _, bias, epilogue, *settings, world, _ = product.args
     if bias is not None or epilogue != "none" or any(value is not None for value in settings):
         return False

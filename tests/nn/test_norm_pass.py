@@ -101,6 +101,7 @@ class Known(torch.fx.Interpreter):
     refuses their ops in code that torch has not compiled."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args = (*args, *kwargs.values()) if target is PRODUCT else args
         for one in (matmul_all_reduce, all_reduce_rms_norm, all_reduce):
             if target is one.OPERATOR.op:
                 count, world = len(one.OPERATOR.tensors), pkt.current_world()
@@ -128,6 +129,9 @@ class Parts:
 
 
 SETTINGS = {argument.name: None for argument in PRODUCT._schema.arguments} | {"epilogue": "none"}
+
+
+SETTINGS_BEHIND = dict(list(SETTINGS.items())[3:])
 
 
 def product(a: Any, b: Any, **given: Any) -> Any:
@@ -317,6 +321,19 @@ def with_a_weight_made_between(a: Any, b: Any, residual: Any, weight: Any) -> An
     return (normed(new, weight + 1),)
 
 
+def without_epsilon(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (normed(residual + product(a, b), weight, 0.0),)
+
+
+def by_keywords(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    new = residual + PRODUCT(a, b, None, **(SETTINGS_BEHIND | {"world": "", "workspace": 0}))
+    return (normed(new, weight),)
+
+
+def multiplied_by_keywords(a: Any, b: Any, residual: Any, weight: Any) -> Any:
+    return (torch.mul(residual + product(a, b), other=weight),)
+
+
 def no_product(a: Any, b: Any, residual: Any, weight: Any) -> Any:
     new = residual + all_reduce.OPERATOR.op(a @ b, "sum", *[None] * (len(all_reduce.OPERATOR.keywords) - 1), "", 0)
     return new, normed(new, weight)
@@ -326,7 +343,8 @@ LEFT = [
     new_is_changed_between, a_view_of_new_is_changed_between, the_weight_is_changed_between, the_sum_has_another_use,
     over_rows, of_fourth_powers, with_epsilon_of_a_tensor, with_a_mean_of_something_else, with_a_scale_that_is_used,
     with_another_result, with_a_weight_made_between, in_place, with_alpha, with_bias, with_an_epilogue, with_a_form,
-    without_weight, one_row_for_all, a_number, two_dimensions, other_columns, turned, another_dtype, no_product,
+    without_weight, without_epsilon, by_keywords, multiplied_by_keywords, one_row_for_all, a_number, two_dimensions,
+    other_columns, turned, another_dtype, no_product,
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from pkt.kernels.all_gather_matmul import all_gather_matmul
 from . import rows
 from .exchange import autocast, sum_gradient
 from .linear import ColumnParallelLinear, multiplied
+from .parted import parted
 from .sharded import is_dtensor
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -85,18 +86,6 @@ class _Joined(torch.autograd.Function):
 
 def _as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0].as_strided((sum(map(len, weights)), weights[0].shape[1]), weights[0].stride())
-
-
-class _Parted(torch.autograd.Function):
-    """Columns of one result as tensors of their own: a write to one is no write to the others."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, widths: list[int]) -> Any:
-        return tuple(part.data for part in y.split(widths, -1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return torch.cat(grads, -1), None
 
 
 class Siblings:
@@ -181,7 +170,7 @@ class Siblings:
             weight = _Joined.apply(*weights) if torch.is_grad_enabled() else _as_one(weights)
             y = multiplied(x, weight, None if biases is None else torch.cat(biases), dim, keep, world)
             widths = [len(each) for each in weights]
-            return y.split(widths, -1) if compiling else _Parted.apply(y, widths)
+            return parted(y, widths)
         if dim is None:
             x = sum_gradient(x, world)
             operands = zip(weights, biases or [None] * len(weights))

@@ -21,6 +21,8 @@ time where tiles had better begin before a whole shard is here. Links and produc
 time before it begins: so this is for large products.
 
 GATHERED: the launch before has gathered A, for another weight. Nothing is pushed or waited for.
+
+Where A is to be kept (see kept.py), a warp more of each program copies a share of it, as it arrives.
 """
 
 from __future__ import annotations
@@ -81,6 +83,18 @@ from .rules import CALL, PushPlan
 
 LANES = gl.constexpr(2)
 """Warps of a program that push."""
+KEPT = gl.constexpr(32)
+"""Rows of a block of A that the keeper's two warps copy at a time, in the registers that they have."""
+ROLES = gl.constexpr([*REGISTERS.value, 64])
+"""Registers of a thread as in `REGISTERS`, and of the keeper."""
+
+
+class Keeping(NamedTuple):
+    """Where A is while it is gathered, and where it is kept."""
+
+    shard_ptr: Any  # (m, K) this rank's
+    inbox_ptr: Any  # (size, m, K) this rank's, as copies.Gathering has it
+    whole_ptr: Any  # (size, m, K) this rank's
 
 
 # ------------------------------------------------------------------------------------------------------- order
@@ -323,6 +337,39 @@ def _push(index, lane, a, push, order, signals):
                 gl.atomic_add(other, 1, sem="relaxed", scope="sys")
 
 
+# ------------------------------------------------------------------------------------------------------ keeping
+@aggregate
+class Keep:
+    """`Keeping`, whose pointers are None where A is not kept, in blocks of rows and columns."""
+
+    shard: gl.tensor
+    inbox: gl.tensor
+    whole: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_K: gl.constexpr
+    RUN: gl.constexpr  # elements in 16 bytes, of which rows of A have a whole number
+
+    @gluon.jit
+    def copy(self, source, i, k, order):
+        """Keep row block i of a source's shard, from column k on, which is here."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, self.RUN], [4, 8], [gl.num_warps(), 1], [1, 0])
+        row = gl.arange(0, KEPT, layout=gl.SliceLayout(1, LAYOUT))
+        column = gl.arange(0, self.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
+        runs = order.K // self.RUN
+        offset = row[:, None] * (runs * self.RUN) + column[None, :]
+        inside = (column // self.RUN < runs - k // self.RUN)[None, :]
+        given = gl.where(source == order.rank, self.shard, self.inbox + self.place(source, 0, order))
+        for first in range(i * self.BLOCK_M, (i + 1) * self.BLOCK_M, KEPT):
+            there = (row < order.m - first)[:, None] & inside
+            values = gl.load(given + self.place(0, first, order) + k + offset, mask=there)
+            gl.store(self.whole + self.place(source, first, order) + k + offset, values, mask=there)
+
+    @gluon.jit
+    def place(self, source, row, order):
+        """Where a row of a source's shard begins, in elements."""
+        return gl.cast(source * order.m + row, gl.int64) * (order.K // self.RUN * self.RUN)
+
+
 # ------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
 def _load_rounds(step, work, a, inbox, b, signals):
@@ -405,6 +452,20 @@ def _store(a, c, c_part, push, whole, cut, signals):
         _store_rounds(step, n, cut, c_part)
 
 
+@gluon.jit
+def _keep(keep, order, signals):
+    if keep.whole is not None:
+        units = gl.cdiv(order.K, keep.BLOCK_K)
+        blocks = order.num_m * units
+        for t in range(gl.program_id(0), order.SIZE * blocks, gl.num_programs(0)):
+            source = (order.rank + order.SIZE - t // blocks) % order.SIZE  # in the order of their arrival
+            i = t % blocks // units
+            k = t % units * keep.BLOCK_K
+            if source != order.rank:
+                pl.wait(signals.ptr + order.counter(source, i) + k // order.CHUNK, signals.epoch, signals.world)
+            keep.copy(source, i, k, order)
+
+
 # ------------------------------------------------------------------------------------------------------ kernel
 @gluon.jit(do_not_specialize=["num_comm", "rounds_alone", "whole_rounds", "push_rows"])
 def gluon_push_kernel(
@@ -422,6 +483,7 @@ def gluon_push_kernel(
     scales,  # scales.Scales of this rank's shard, or None
     words_ptr,  # int32 (2, size, A's scales, 2) on every rank, or None: rank r puts its scales into [:, r] of all, as
     # words of data and flag; halves by the parity of the launch
+    keeping,  # Keeping where A is kept, which is COPIED, or None
     sizes,  # Sizes; M of a shard, m above
     num_comm,  # programs that push; 0 if COPIED
     rounds_alone,  # rounds of tiles that they are left out of
@@ -459,6 +521,9 @@ def gluon_push_kernel(
     applied = None
     if scales is not None:
         applied = exchange_scales(scales, words_ptr, sizes.M, epoch, world, num_warps)
+    keep = Keep(None, None, None, ring.BLOCK_M, ring.BLOCK_K, 16 // itemsize(a.dtype))
+    if keeping is not None:
+        keep = Keep(keeping.shard_ptr, keeping.inbox_ptr, keeping.whole_ptr, keep.BLOCK_M, keep.BLOCK_K, keep.RUN)
     finish = Finish(applied, bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     gl.warp_specialize(
@@ -467,9 +532,10 @@ def gluon_push_kernel(
             (_compute, (1, whole, cut, finish)),
             (_load, (a, inbox, b, b_part, push, whole, cut, signals)),
             (_store, (a, c, c_part, push, whole, cut, signals)),
+            (_keep, (keep, order, signals)),
         ],
-        [num_warps, 1, 1],
-        REGISTERS,
+        [num_warps, 1, 1, 2],
+        ROLES,
     )
 
 
@@ -484,6 +550,7 @@ class _Way(NamedTuple):
     inboxes: list[TensorDescriptor]  # see `everywhere`
     ready: SymmetricTensor
     begin: Callable[[torch.Tensor], Callable[[], None]] | None  # as copies.Gathering has it
+    inbox: torch.Tensor  # this rank's
     counted: tuple[Any, ...]  # all that the counters depend on
 
 
@@ -499,13 +566,13 @@ def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles:
     # Plans that differ in other settings share one workspace.
     counted = (m, K, dtype, tiles.block_m, chunk, num_programs(world, world.num_sms))
     inbox, ready = world.keep((CALL, "gluon", *counted), make)
-    return _Way(everywhere(inbox, (tiles.block_m, tiles.block_k), world), ready, None, counted)
+    return _Way(everywhere(inbox, (tiles.block_m, tiles.block_k), world), ready, None, inbox.plain(), counted)
 
 
 def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: int, tiles: Tiles) -> _Way:
     inbox, ready, begin = gathering(world, m, K, dtype, rows, min(chunk, K))
     shards = here(inbox.plain().view(world.size * m, K), (tiles.block_m, tiles.block_k))
-    return _Way(shards, ready, begin, (m, K, dtype, rows, min(chunk, K)))
+    return _Way(shards, ready, begin, inbox.plain(), (m, K, dtype, rows, min(chunk, K)))
 
 
 def _together(world: World, m: int, N: int, K: int, plan: PushPlan, tiles: Tiles) -> tuple[int, int]:
@@ -517,13 +584,6 @@ def _together(world: World, m: int, N: int, K: int, plan: PushPlan, tiles: Tiles
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
     chunk = min(plan.chunk or columns, columns)
     return min(plan.push_rows or together, num_m), ALL if copied and chunk == columns else chunk
-
-
-def copied_inbox(world: World, a: torch.Tensor, N: int, plan: PushPlan, tiles: Tiles) -> SymmetricTensor:
-    """The inbox (size, m, K) of `push_launch` where the copy engines fill it. Collective."""
-    m, K = a.shape
-    push_rows, chunk = _together(world, m, N, K, plan, tiles)
-    return gathering(world, m, K, a.dtype, push_rows * tiles.block_m, min(chunk, K)).inbox
 
 
 def push_launch(
@@ -538,10 +598,11 @@ def push_launch(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Launch:
-    """launch(a, b, out, bias, scale_a, scale_b), for tensors of the same facts as these: `out` (size * m, N) = the
-    gathered `a` (m, K) @ `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"),
-    whose checks of the operands come before, with what `settings` returned. bf16 or fp16, or fp8 with scales and b as
-    (N, K); rows at multiples of 16 bytes, on sm_90.
+    """launch(a, b, out, bias, scale_a, scale_b, whole), for tensors of the same facts as these: `out` (size * m, N) =
+    the gathered `a` (m, K) @ `b` (K, N), half as many columns with epilogue "swiglu", as
+    all_gather_matmul(shard="rows"), whose checks of the operands come before, with what `settings` returned. bf16 or
+    fp16, or fp8 with scales and b as (N, K); rows at multiples of 16 bytes, on sm_90. `whole` (size * m, K), where it
+    is given, gets A; not where this rank's programs push it.
     gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
     A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
@@ -571,15 +632,16 @@ def push_launch(
 
     def launch(
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None, whole: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
+        keeping = None if whole is None else Keeping(a, way.inbox, whole)
         join = way.begin(a) if way.begin and not gathered else None
         try:
             start(
                 blocks_of_a, blocks_of_b, parts_of_b, halves, half_parts, *way.inboxes, way.ready, bias,
-                scales_of(scale_a, scale_b), words, *passed,
+                scales_of(scale_a, scale_b), words, keeping, *passed,
             )  # fmt: skip
         finally:
             blocks_of_a.base = blocks_of_b.base = parts_of_b.base = halves.base = half_parts.base = None

@@ -1,8 +1,9 @@
 """all_gather_matmul with the gathered A as a second result: `keep="whole"`, for b's gradient.
 
-copy, gluon: the product as in all_gather_matmul, where the copy engines bring A. Behind it the inbox and this rank's
-    shard are copied to the result: W |a| bytes read and W |a| written in this rank's memory, none between ranks. The
-    inbox cannot be kept itself: the next call fills it, when all ranks' streams have come there.
+copy, gluon: the product as in all_gather_matmul, where the copy engines bring A. The inbox and this rank's shard are
+    copied to the result: W |a| bytes read and W |a| written in this rank's memory, none between ranks; in gluon while
+    the product is computed, in copy behind it. The inbox cannot be kept itself: the next call fills it, when all ranks'
+    streams have come there.
 unfused: an all-gather, then cuBLAS.
 nodes: as copy, in a world of several nodes, from where all_gather_matmul gathers A.
 
@@ -32,9 +33,11 @@ from ..operator import Operator
 from ..shared import product_rules, products
 from ..shared.tile_product import finished
 from . import host, over_nodes, plain
-from .rules import PushPlan, settings
+from .rules import settings
 
 CALL = "all_gather_matmul_kept"
+SHOWN = 0.4
+"""Of the time that A's copy takes, what a Gluon kernel that makes it takes longer (all_gather_matmul_keeper.json)."""
 
 
 def reference(
@@ -92,11 +95,16 @@ def _copy_inbox(call: Call) -> SymmetricTensor:
     return plain.copied(call)[0].inbox
 
 
-def _gluon_inbox(call: Call) -> SymmetricTensor:
-    from .gluon import copied_inbox
+def _gluon(call: Call) -> Launch:
+    call.arguments["epilogue"] = "none"
+    launch = _forms["gluon"].plan(call)
 
-    plan = PushPlan(*(call[name] for name in PushPlan._fields))
-    return copied_inbox(call.world, call["a"], call["b"].shape[1], plan, call["tiles"])
+    def launch_and_keep(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor
+    ) -> Any:
+        return launch(a, b, out, bias, None, None, whole), whole
+
+    return launch_and_keep
 
 
 def _settled(call: Call) -> dict[str, Any]:
@@ -154,15 +162,15 @@ def _over_nodes(call: Call) -> Launch:
     return (_keeping(over_nodes.gather_whole, over_nodes.whole) if call.alike("n") else _unfused)(call)
 
 
-def _seconds(form: str, **settings: Any) -> Callable[..., Estimate]:
-    """The predicted time of a form of all_gather_matmul with these settings, and of the copy behind it."""
+def _seconds(form: str, shown: float, **settings: Any) -> Callable[..., Estimate]:
+    """The predicted time of a form of all_gather_matmul with these settings, and of what shows of copying A."""
     seconds = host.OPERATOR.forms[form].seconds
     assert seconds is not None
 
     def predicted(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate:
         found = seconds({**config, **settings}, key, gpu)
         nbytes = key["M"] * key["K"] * product_rules.dtype_of(key).itemsize
-        return replace(found, exposed=found.exposed + 2 * nbytes / gpu.memory)
+        return replace(found, exposed=found.exposed + shown * 2 * nbytes / gpu.memory)
 
     return predicted
 
@@ -177,13 +185,13 @@ OPERATOR = Operator(
     forms={
         "copy": replace(
             _forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None, fits=_fits_copies,
-            seconds=_seconds("copy"),
+            seconds=_seconds("copy", 1),
         ),
         "gluon": replace(
-            _forms["gluon"], plan=_keeping(_forms["gluon"].plan, _gluon_inbox), several=None, complete=_settled,
-            fits=_fits_gluon, seconds=_seconds("gluon", num_comm_sms=0),
+            _forms["gluon"], plan=_gluon, several=None, complete=_settled, fits=_fits_gluon,
+            seconds=_seconds("gluon", SHOWN, num_comm_sms=0),
         ),
-        "unfused": replace(_forms["unfused"], plan=_unfused, several=None, seconds=_seconds("unfused")),
+        "unfused": replace(_forms["unfused"], plan=_unfused, several=None, seconds=_seconds("unfused", 1)),
     },
     across={"nodes": replace(_nodes, plan=_over_nodes, several=None)},
     default=lambda call: "unfused" if _fits_copies(call) else "copy",

@@ -202,13 +202,14 @@ def scales(rows: int, N: int, dtype: torch.dtype, each: str | None) -> dict[str,
 
 def product(
     world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
-    plan: PushPlan | None = None, tiles: Tiles | None = None, each: str | None = None, **options: Any,
+    plan: PushPlan | None = None, tiles: Tiles | None = None, each: str | None = None, keep: bool = False,
+    **options: Any,
 ) -> Compiled:  # fmt: skip
     columns = N // columns_each(options.get("epilogue", "none"))
     a, b, out, added = tensors((m, K), (K, N), (world.size * m, columns), dtype, transposed, bias)
     of, tiles = scales(m, N, dtype, each), tiles or (NARROW8 if dtype == FP8 else TILES)
     launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles, **options, **of)
-    launch(a, b, out, added, *of.values())
+    launch(a, b, out, added, *of.values(), **({"whole": torch.empty(world.size * m, K, dtype=dtype)} if keep else {}))
     return world.kernels[-1]
 
 

@@ -316,7 +316,7 @@ class Machine:
             constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=_where,
-            cast=lambda x, dtype: int(x), static_range=range,
+            cast=lambda x, dtype: x if isinstance(x, np.ndarray) else int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
             NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
             SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,

@@ -36,6 +36,7 @@ def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broke
     machine = Machine(size, programs, seed)
     functions = as_python([warps, module], machine)
     functions["SWIZZLED"] = SWIZZLED  # tiles are small here
+    functions["KEPT"] = BM // 2
     if broken:
         broken(functions)
     return machine, functions
@@ -56,6 +57,11 @@ def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def poison(*shape: int) -> np.ndarray:
     return np.full(shape, np.nan, np.float32)
+
+
+def flat(tensor: np.ndarray) -> Vector:
+    """A pointer to a tensor's first element."""
+    return Vector(tensor.reshape(-1))
 
 
 def weights(b: np.ndarray, transposed: bool, width: int = BN) -> Descriptor:
@@ -92,8 +98,8 @@ def run_push(
     more: int = 0, keep: bool = False,
 ) -> None:  # fmt: skip
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them. more: columns of a
-    second weight, which a launch behind each one multiplies with what that one has gathered. keep: copy what copy
-    engines have gathered behind each launch, as keep="whole" does."""
+    second weight, which a launch behind each one multiplies with what that one has gathered. keep: A, as
+    keep="whole" does; copy engines move it then."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
     rng = np.random.default_rng(seed)
@@ -109,6 +115,7 @@ def run_push(
     outs = [[poison(size, m, N // each) for _ in range(launches)] for _ in range(size)]
     others = [[integers(rng, K, more) for _ in range(launches)] for _ in range(size)]
     ends = [[poison(size, m, more // each) for _ in range(launches)] for _ in range(size)]
+    wholes = [[poison(size, m, K) for _ in range(launches)] for _ in range(size)]
 
     def launch(rank: int, e: int, again: bool = False) -> Callable[[int], None]:
         peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
@@ -121,6 +128,7 @@ def run_push(
             Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
             bias(weight.shape[1], finish), None, None,
+            push.Keeping(*map(flat, (a[rank][e], inbox[rank], wholes[rank][e]))) if keep else None,
             warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows, world(rank, size, e),
             constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
         )  # fmt: skip
@@ -132,17 +140,7 @@ def run_push(
 
         return body
 
-    wholes = [[poison(size, m, K) for _ in range(launches)] for _ in range(size)]
-
-    def kept(rank: int, e: int) -> Callable[[int], None]:
-        def body(program: int) -> None:
-            if program == 0:
-                wholes[rank][e][:] = inbox[rank].reshape(size, m, K)
-                wholes[rank][e][rank] = a[rank][e]
-
-        return body
-
-    behind = [lambda rank, e: launch(rank, e, True)] * bool(more) + [kept] * keep
+    behind = [lambda rank, e: launch(rank, e, True)] * bool(more)
     machine.run([[start(rank, e) for e in range(launches) for start in (launch, *behind)] for rank in range(size)])
     for rank in range(size):
         for e in range(launches):
@@ -181,6 +179,11 @@ def begin_copies(
 def run_copied(*args: int, **options: Any) -> None:
     """run_push by copy engines."""
     run_push(*args, num_comm=0, **options)
+
+
+def run_kept(size: int, m: int, N: int, K: int, *args: int, **options: Any) -> None:
+    """run_copied with twice the columns of A, which is kept."""
+    run_copied(size, m, N, 2 * K, *args, keep=True, **options)
 
 
 def run_short_push(size: int, m: int, N: int, K: int, *args: int, **options: Any) -> None:

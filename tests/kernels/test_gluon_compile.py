@@ -94,6 +94,21 @@ def test_bias_and_epilogue_through_the_operators(h200s, tmp_path):
         assert_fits(launch, tmp_path)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_a_gathered_input_that_is_kept(compiling, tmp_path, tiles, transposed):
+    """16 bytes at a time, also where K is no multiple of 16. Nobody moves it where it is not kept."""
+    plan = PushPlan(num_comm_sms=0, cut_last=4)
+    codes = []
+    for keep in (False, True):
+        launch = product(compiling(2), 1024, 1024, 1544, plan=plan, tiles=tiles, transposed=transposed, keep=keep)
+        assert_fits(launch, tmp_path)
+        code = sass(launch.kernel, tmp_path)
+        codes.append([code.count(f"{move}.E.128") for move in ("LDG", "STG")])
+    assert codes[0] == [0, 0]
+    assert codes[1][0] == codes[1][1] >= 4
+
+
 def test_fp16(compiling, tmp_path):
     for call in (product, scatter, reduce):
         launch = call(compiling(), 512, 512, 512, torch.float16)

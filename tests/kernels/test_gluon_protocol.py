@@ -10,6 +10,7 @@ from .gluon_runs import (
     Wrong,
     run_copied,
     run_inbox,
+    run_kept,
     run_landed,
     run_parcels,
     run_push,
@@ -76,6 +77,7 @@ def skipping(name, attribute, line, seen):
     [
         (run_push, "pl", "wait", 1),
         (run_copied, "pl", "wait", 1),
+        (run_kept, "pl", "wait", 2),
         (run_push, "gl", "atomic_add", 1),
         (run_push, "ptx", "drain", 2),
         (run_push, "tma", "store_wait", 3),

@@ -36,7 +36,7 @@ from . import host, over_nodes, plain
 from .rules import settings
 
 CALL = "all_gather_matmul_kept"
-SHOWN = 0.4
+SHOWN = 0.2
 """Of the time that A's copy takes, what a Gluon kernel that makes it takes longer (all_gather_matmul_keeper.json)."""
 
 

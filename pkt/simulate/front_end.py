@@ -24,7 +24,7 @@ from triton import knobs
 from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
 
-from pkt.errors import CompileError, PktError, ShapeError
+from pkt.errors import CompileError, PktError, ShapeError, Unsupported
 from pkt.language.inspect import check_sync, targeting
 from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
@@ -62,6 +62,29 @@ class Usage:
         return f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
 
 
+class Launched:
+    """What `kernel[grid](...)` returns, in the place of Triton's compiled kernel. With `compile` it has those of its
+    attributes that need no GPU. Any other one raises Unsupported."""
+
+    name, usage = "", None  # of an instance that is being copied, too
+
+    def __init__(self, name: str, usage: Usage | None = None, compiled: Any = None) -> None:
+        self.name, self.usage = name, usage
+        if usage is not None:
+            self.n_regs, self.n_spills = usage.registers, usage.spilled // 4  # words, as Triton counts
+            self.metadata, self.asm = compiled.metadata, compiled.asm
+
+    def __getattr__(self, fact: str) -> Any:
+        if fact.startswith("__"):  # Python asks for these
+            raise AttributeError(fact)
+        found = "found a simulated launch, which makes no machine code"
+        remedy = 'give compile="sm_90" to pkt.launch or pkt.simulate to know n_regs, n_spills, metadata and asm'
+        if self.usage is not None:
+            found = "found a simulated launch, which loads no machine code"
+            remedy = "take n_regs, n_spills, metadata or asm"
+        raise Unsupported.here(f"{self.name}[grid](...).{fact}", found, f"{remedy}, or run it on a GPU")
+
+
 class _Kernel:
     """A kernel for one target: its binder, which finds the specialisation of arguments, and those that compiled."""
 
@@ -69,7 +92,7 @@ class _Kernel:
         with compiling(), targeting(arch):
             _, _, self.target, self.backend, self.binder = kernel.create_binder()
         self.kernel = kernel  # kept alive, so that no other kernel gets its id
-        self.compiled: dict[Any, Usage | None] = {}
+        self.compiled: dict[Any, Launched] = {}
 
 
 _compilations = itertools.count()
@@ -82,11 +105,12 @@ def check_compile(call: str, compile: str | None) -> None:
         raise ShapeError.argument(call, "compile", compile, 'None, "sm_90" or "sm_100"')
 
 
-def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | None = None) -> Usage | None:
-    """Raise CompileError, with Triton's message, if Triton does not compile `kernel` for these arguments.
+def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | None = None) -> Launched | None:
+    """Return what a launch of `kernel` with these arguments returns. Raise CompileError, with Triton's message, if
+    Triton does not compile it.
 
-    options: of the launch, such as num_warps. compile: "sm_90" or "sm_100" also makes the machine code and returns its
-    Usage. A kernel that was decorated under TRITON_INTERPRET=1 is not checked."""
+    options: of the launch, such as num_warps. compile: "sm_90" or "sm_100" also makes the machine code. A kernel that
+    was decorated under TRITON_INTERPRET=1 is not checked, and its launches return None, as Triton's do."""
     if not isinstance(kernel, JITFunction):
         return None
     known = _kernels.get((id(kernel), compile))
@@ -105,7 +129,7 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
         arch = known.target.arch
         name = accepted.key(kernel, bound, arch, types, given) if compile is None else None
         if name is not None and accepted.known(name):
-            known.compiled[key] = None
+            known.compiled[key] = Launched(kernel.fn.__name__)
         else:
             with compiling(), targeting(arch):
                 known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
@@ -133,7 +157,7 @@ def _type(kind: Any, value: Any) -> Any:
     return (kind, value) if kind == "constexpr" else kind
 
 
-def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
+def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Launched:
     kernel, backend, arch = known.kernel, known.backend, known.target.arch
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
@@ -146,7 +170,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
                 compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             print(output.getvalue(), end="")  # of tl.static_print
             check_sync(compiled.asm, compiled.metadata.name)
-            return _usage(kernel.fn.__name__, arch, compiled)
+            return Launched(kernel.fn.__name__, _usage(kernel.fn.__name__, arch, compiled), compiled)
         # Its checks of additions are many operations, and none can be refused.
         if getattr(options, "sanitize_overflow", False):
             options = dataclasses.replace(options, sanitize_overflow=False)
@@ -163,7 +187,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
         remedy = next((remedy for text, remedy in _REMEDIES.items() if re.search(text, said)), "")
         raise CompileError.refused(kernel.fn.__name__, place, arch, said, remedy) from error
-    return None
+    return Launched(kernel.fn.__name__)
 
 
 def _usage(name: str, arch: int, compiled: Any) -> Usage:

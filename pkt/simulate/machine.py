@@ -30,7 +30,7 @@ from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.findings import Deadlock
-from pkt.simulate.front_end import Usage, check_compile, check_compiles
+from pkt.simulate.front_end import Launched, Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
@@ -380,29 +380,28 @@ class Machine:
 
     # -- launching --------------------------------------------------------------------------------------------------
 
-    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, after its earlier launches."""
-        if warmup:
-            return
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Launched | None:
+        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, after its earlier launches. warmup:
+        only compile it."""
         host = self.host("a kernel launch")
         host.task.loops.clear()
         refuse_gluon(kernel)
         with self.stream.launching(host):
-            launch = self._prepared(host, kernel, args, grid, named)
+            compiled, launch = self._prepared(host, kernel, args, grid, warmup, named)
         if launch is None:
-            return
+            return compiled
         host.queue.append(launch)
         if not host.launched:
             self._begin(host)
         if host.task.aside is not None:  # autograd's engine reads the results at once
             self.finish_launches()
-            return
-        if self.schedule.seed:
+        elif self.schedule.seed:
             self.pause()
-            return
-        self.block(launch)
-        if not host.launched:
-            self.finish_launches()
+        else:
+            self.block(launch)
+            if not host.launched:
+                self.finish_launches()
+        return compiled
 
     def finish_launches(self) -> None:
         """Wait until the launches of the rank whose host runs now have ended. What they did is ordered before what the
@@ -417,8 +416,10 @@ class Machine:
             task.time = max(task.time, host.finished_at)
             host.finished = None
 
-    def _prepared(self, host: Host, kernel: Any, args: tuple, grid: Any, named: dict[str, Any]) -> Launch | None:
-        """The launch, or None where its grid is empty."""
+    def _prepared(
+        self, host: Host, kernel: Any, args: tuple, grid: Any, warmup: bool, named: dict[str, Any]
+    ) -> tuple[Launched | None, Launch | None]:
+        """What the launch returns, and the launch, or None where nothing runs."""
         names = {name for name, *_ in parameters(kernel)}
         options = {k: v for k, v in named.items() if k not in names}
         unknown = options.keys() - launch_options()
@@ -427,7 +428,8 @@ class Machine:
         bound = bind(kernel, args, {k: v for k, v in named.items() if k in names})
         for hook in getattr(kernel, "pre_run_hooks", ()):
             hook(*args, **named)
-        where, name = grid(bound) if callable(grid) else grid, kernel.fn.__name__
+        where = (1,) if warmup else grid(bound) if callable(grid) else grid
+        name = kernel.fn.__name__
         sizes = where if isinstance(where, (tuple, list)) else ()
         if not 1 <= len(sizes) <= 3 or not all(hasattr(n, "__index__") and n >= 0 for n in sizes):
             raise ShapeError.argument(name, "grid", where, "a tuple of one to three integers from 0", host.rank)
@@ -435,16 +437,16 @@ class Machine:
         total = shape[0] * shape[1] * shape[2]
         if options.get("launch_cooperative_grid") and total > self.sms:
             raise GridTooLarge.resident(name, total, self.sms, 1, rank=host.rank)
-        if total == 0:
-            return None
-        function = interpret(kernel)
         self.binding = True
         try:
-            usage = check_compiles(kernel, bound, options, self.compile)
+            compiled = check_compiles(kernel, bound, options, self.compile)
         finally:
             self.binding = False
-        if usage is not None:
-            self.usage[usage] = None
+        if compiled is not None and compiled.usage is not None:
+            self.usage[compiled.usage] = None
+        if warmup or total == 0:
+            return compiled, None
+        function = interpret(kernel)
         values = {
             n: bound[n] if fixed else argument(bound[n], special, type_)
             for n, fixed, special, type_ in parameters(kernel)
@@ -458,7 +460,7 @@ class Machine:
         launch.before = self.clocks.fit(task.clock).copy()
         task.clock[task.column] += 1
         launch.begin = task.time = task.time + cost.LAUNCH_US
-        return launch
+        return compiled, launch
 
     # -- hosts ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pkt.tune.compiling import compile_all
 from pkt.wording import dtype_text
 
 Check = Callable[[Mapping[str, Any], Any], bool]
-"""check(arguments by name, returned value) -> whether both are right after a run. A kernel returns None."""
+"""check(arguments by name, returned value) -> whether both are right after a run. A launch returns the kernel."""
 
 
 def names_of(call: str, name: str, names: Any) -> tuple[str, ...]:

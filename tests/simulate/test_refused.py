@@ -14,7 +14,7 @@ from triton.compiler.code_generator import CodeGenerator
 
 import pkt
 import pkt.language as pl
-from pkt.errors import CompileError, ShapeError
+from pkt.errors import CompileError, ShapeError, Unsupported
 from tests.simulate.helpers import HEAP, line_of, outcome, run
 
 front_end = importlib.import_module("pkt.simulate.front_end")
@@ -166,6 +166,42 @@ def test_compile_reports_what_a_kernel_takes(target: str) -> None:
     assert all(8 <= u.registers <= 255 and u.shared <= 1024 for u in report.kernels)
     assert f"rotate, {target}" in str(report)
     assert f"{report.kernels[0].registers} registers, 0 bytes spilled" in str(report)
+
+
+def test_a_launch_returns_what_triton_says_of_the_kernel(capsys: pytest.CaptureFixture) -> None:
+    def main(world: Any) -> list[Any]:
+        x, flags = pkt.zeros(64), pkt.signals(1)
+        return [
+            rotate[(1,)](x, flags, world.device, 32, num_warps=2),
+            rotate[(0,)](x, flags, world.device, 32, num_warps=2),
+            rotate.warmup(x, flags, world.device, 32, num_warps=2, grid=None),
+        ]
+
+    (one, none, warm), _ = pkt.launch(main, ranks=2, device="cpu", heap=HEAP, compile="sm_90")
+    assert one is none is warm
+    assert (one.metadata.num_warps, one.metadata.shared, one.n_spills) == (2, one.usage.shared, 0)
+    assert one.n_regs == one.usage.registers
+    assert "st.release.sys" in one.asm["ptx"] or "red.release.sys" in one.asm["ptx"]
+    with pytest.raises(Unsupported, match=r"^rotate\[grid\].*\.function: found .* loads no machine code: take n_regs"):
+        one.function
+    (one, none, warm), _ = pkt.launch(main, ranks=2, device="cpu", heap=HEAP)
+    assert one is none is warm
+    with pytest.raises(Unsupported, match='n_regs: found .* makes no machine code: give compile="sm_90" to pkt.launch'):
+        one.n_regs
+    assert not hasattr(one, "__array__")
+
+
+def test_a_warm_up_compiles_and_runs_nothing() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+
+    def main(world: Any, how: str) -> None:
+        strange.warmup(x, 2, how, grid=(1,))
+        strange.warmup(torch.int32, 2, how, grid=(1,))
+
+    pkt.launch(main, ranks=1, device="cpu", heap=HEAP, args=("something else",))
+    assert x.item() == 0
+    with pytest.raises(CompileError, match="unsupported AST node type: Dict"):
+        pkt.launch(main, ranks=1, device="cpu", heap=HEAP, args=("dict",))
 
 
 def test_compile_names_its_targets() -> None:

@@ -15,6 +15,7 @@ from benchmarks._report import limits, markdown
 from benchmarks._results import keep, record, write
 from benchmarks._run import run
 from benchmarks._timing import Settings
+from pkt.wording import count_text
 
 
 def main(
@@ -52,7 +53,7 @@ def main(
         lambda rows: keep(options.out, made(rows)) if timed(rows) else None,
     )  # fmt: skip
     found = made(rows)
-    text = markdown(f"{title}, {options.ranks} ranks", rows)
+    text = markdown(f"{title}, {count_text(options.ranks, 'rank')}", rows)
     print(text)
     if timed(rows):
         write(options.out, found, text)

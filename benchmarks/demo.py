@@ -24,7 +24,7 @@ import pkt
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
 from pkt.simulate.faults import Faults, Mutant
 from pkt.simulate.run import Outcome, execute
-from pkt.wording import columns
+from pkt.wording import columns, count_text
 
 RANKS, SMS, COMM_SMS = 4, 8, 2
 SIZE, TILE = 512, 128  # of the run that is timed and drawn
@@ -87,8 +87,8 @@ def main() -> int:
     start = time.perf_counter()
     seeds = range(1, arguments.schedules + 1)
     report = pkt.simulate(fused, RANKS, seeds, (SMALL, SMALL_TILE), sms=SMS)
-    found = f"{len(report.findings)} findings" if report.findings else "no race, no deadlock, no wrong result"
-    table.add_row(f"{report.schedules} random schedules", found, f"{time.perf_counter() - start:.1f}")
+    found = count_text(len(report.findings), "finding") if report.findings else "no race, no deadlock, no wrong result"
+    table.add_row(count_text(report.schedules, "random schedule"), found, f"{time.perf_counter() - start:.1f}")
 
     start = time.perf_counter()
     mutant = one_wait_removed(run(SMALL, SMALL_TILE).machine.census.mutants())

@@ -12,6 +12,7 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from . import traced
 from .agreement import world_of
@@ -247,7 +248,7 @@ class Declared:
         found, rank, size = tuple(call.tensors[name].shape), call.world.rank, call.world.size
         words = shape.split() if isinstance(shape, str) else shape
         if len(words) != len(found):
-            raise ShapeError.argument(call.name, name, found, f"{len(words)} dimensions", rank)
+            raise ShapeError.argument(call.name, name, found, count_text(len(words), "dimension"), rank)
         for at, word in enumerate(words):
             if not isinstance(word, str):
                 continue  # a size

@@ -27,6 +27,7 @@ from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from .all_to_all import OPERATOR as ALL_TO_ALL
 from .declaration import Call, Case, Form, Launch, Operand, integer, number
@@ -250,7 +251,7 @@ def _shape(call: Call) -> str:
     if len({"cos", "sin"} & {*given}) == 1:
         raise call.refuse("cos and sin", f"only {given[-1]}", "both or none")
     if heads is not None and h and heads > h:
-        raise call.refuse("qk_heads", heads, f"no more than the {h} heads of a rank")
+        raise call.refuse("qk_heads", heads, f"no more than the {count_text(h, 'head')} of a rank")
     if heads is not None and d % 2:
         raise call.refuse("weight", f"heads of {d} elements", "an even number with qk_heads")
     return "b W*s h d"

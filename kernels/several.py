@@ -20,6 +20,7 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.kept import Planned, by_types, planned, same
 from pkt.runtime.memory.tensor import TRACED, SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World
+from pkt.wording import count_text
 
 from . import gradients, traced
 from .agreement import check_agreed, world_of
@@ -134,7 +135,8 @@ def _columns(name: str, bs: Tensors, outs: Tensors | None, columns_each: int, wo
             wanted = f"a multiple of {columns_each} columns"
             raise ShapeError.argument(name, f"b[{i}]", tuple(b.shape), wanted, world.rank)
         if outs is not None and outs[i].shape[-1] != columns[i]:
-            raise ShapeError.argument(name, f"out[{i}]", tuple(outs[i].shape), f"{columns[i]} columns", world.rank)
+            wanted = count_text(columns[i], "column")
+            raise ShapeError.argument(name, f"out[{i}]", tuple(outs[i].shape), wanted, world.rank)
     return columns
 
 

@@ -43,7 +43,7 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.processes.transport import timeout_seconds
 from pkt.runtime.world import World
-from pkt.wording import size_text
+from pkt.wording import count_text, size_text
 
 OLDEST_TRITON = (3, 6)
 PACKAGES = {  # distribution -> its purpose, or "" if pkt needs it
@@ -121,7 +121,7 @@ def examine() -> Report:
     _gpus(report, driver, count)
     seen, built = torch.cuda.device_count(), torch.version.cuda
     if built is not None and seen < count:
-        found = f"torch sees {seen} of {count} GPUs"
+        found = f"torch sees {seen} of {count_text(count, 'GPU')}"
         remedy = f"torch is built for CUDA {built}: update the driver, or install a torch for an older CUDA"
         report.problems.append(Problem(found, remedy, fatal=seen == 0))
         report.ranks = min(report.ranks, seen)
@@ -281,7 +281,8 @@ def _measure(report: Report, run: Callable[..., list[Any]], advance: Advance) ->
         # Without multicast: it is not needed here, and a failed attempt may disturb other users of shared GPUs.
         found = run(trial, report.ranks, "cuda", (NBYTES,), heap=2 * NBYTES + (16 << 20), multicast=False)
     except Exception as error:  # of any kind: the report shows it
-        report.problems.append(Problem(f"a world on {report.ranks} GPUs failed", f"{type(error).__name__}: {error}"))
+        failed = f"a world on {count_text(report.ranks, 'GPU')} failed"
+        report.problems.append(Problem(failed, f"{type(error).__name__}: {error}"))
         return
     advance("transfers between the GPUs")
     if report.ranks > 1:

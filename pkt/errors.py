@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, traceback_text, waiting_table
+from pkt.wording import Access, Waiting, count_text, dtype_text, ranks_text, size_text, traceback_text, waiting_table
 
 E = TypeVar("E", bound="PktError")
 
@@ -79,7 +79,8 @@ class GridTooLarge(PktError):
     def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
         slots = num_sms * per_sm
         text = (
-            f"{_who(rank)}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
+            f"{_who(rank)}{kernel}: grid {grid} > {count_text(slots, 'resident program')} "
+            f"({count_text(num_sms, 'SM')} x {per_sm}): "
             "lower the grid or num_stages"
         )
         return cls.of(text, grid=grid, slots=slots)

@@ -11,7 +11,7 @@ from pkt.errors import ShapeError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.world import World, check_counts, check_flags, check_function
-from pkt.wording import size_text
+from pkt.wording import count_text, size_text
 
 
 def launch(
@@ -57,12 +57,13 @@ def launch(
         raise Unsupported.here("pkt.launch", f"found device {device!r}", 'wanted "cuda" or "cpu"')
     if node_size is not None:
         if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1 or ranks % node_size:
-            raise ShapeError.argument("pkt.launch", "node_size", repr(node_size), f"a divisor of the {ranks} ranks")
+            wanted = f"a divisor of the {count_text(ranks, 'rank')}"
+            raise ShapeError.argument("pkt.launch", "node_size", repr(node_size), wanted)
     from pkt.runtime.gpu.sharing import may_share
 
     found = torch.cuda.device_count()
     if found < (1 if may_share() else ranks):
-        raise Unsupported.no_gpu("pkt.launch", f"wanted {ranks} GPUs, found {found}")
+        raise Unsupported.no_gpu("pkt.launch", f"wanted {count_text(ranks, 'GPU')}, found {found}")
     for name in options:
         raise Unsupported.here("pkt.launch", f"found the option {name!r}", 'it is for device="cpu" only')
     from pkt.runtime.workers.workers import warm

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pkt.wording import html_text, rendered
+from pkt.wording import count_text, html_text, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,7 +99,8 @@ class Timeline:
 
     def __repr__(self) -> str:
         title = f"{self.title!r}, " if self.title else ""
-        return f"Timeline({title}{len(self.ranks)} ranks, {len(self.events)} events, {self._length()})"
+        ranks, events = count_text(len(self.ranks), "rank"), count_text(len(self.events), "event")
+        return f"Timeline({title}{ranks}, {events}, {self._length()})"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the summary."""

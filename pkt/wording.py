@@ -80,6 +80,11 @@ def rendered(shown: Any, width: int = 110) -> str:
     return out.getvalue().rstrip()
 
 
+def count_text(n: Any, noun: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{n} {noun}" if str(n) == "1" else f"{n} {noun}s"
+
+
 def dtype_text(dtype: Any) -> str:
     """`torch.bfloat16` -> `bf16`."""
     name = str(dtype).removeprefix("torch.")

@@ -83,6 +83,7 @@ ARROWS = {
     "pkt.runtime.bootstrap": (
         [
             "pkt.errors",
+            "pkt.wording",
             "pkt.runtime.gpu",
             "pkt.runtime.launch",
             "pkt.runtime.memory.heap",
@@ -121,8 +122,8 @@ ARROWS = {
     "pkt.kernels.traced": (["pkt.errors", "pkt.runtime", "pkt.kernels.gradients"], ["torch"]),
     # An operator, lowest first: what it declares, which form a call takes, and how that is planned and launched.
     "pkt.kernels.declared": (
-        ["pkt.errors", "pkt.runtime", "pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.gradients"]
-        + ["pkt.kernels.shared", "pkt.kernels.traced"],
+        ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.kernels.agreement", "pkt.kernels.declaration"]
+        + ["pkt.kernels.gradients", "pkt.kernels.shared", "pkt.kernels.traced"],
         ["torch"],
     ),
     "pkt.kernels.choosing": (
@@ -136,12 +137,12 @@ ARROWS = {
         ["torch"],
     ),
     "pkt.kernels": (
-        ["pkt.errors", "pkt.language", "pkt.runtime", "pkt.model"]
+        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model"]
         + ["pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.gradients", "pkt.kernels.operator"]
         + ["pkt.kernels.shared", "pkt.kernels.traced"],
         ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
-    "pkt.nn": (["pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.kernels"], ["torch"]),
+    "pkt.nn": (["pkt.errors", "pkt.wording", "pkt.launcher", "pkt.runtime", "pkt.kernels"], ["torch"]),
     "pkt.tune": (
         ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model"]
         + ["pkt.kernels.operator"],

@@ -79,7 +79,8 @@ def test_timelines_and_reports() -> None:
         raise ValueError("<script>" * (world.rank == 0))
 
     report = pkt.simulate(main, 1, 2)
-    assert repr(report) == "Report(2 schedules on 1 ranks: 1 findings, 0 faults not caught)"
+    assert repr(report) == "Report(2 schedules on 1 rank: 1 finding, 0 faults not caught)"
+    assert "schedules on 1 rank " in str(report)
     assert "<script>" in shown(report)
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from pkt.errors import ShapeError
+from pkt.wording import count_text
 
 from ..declaration import Call
 
@@ -43,7 +44,7 @@ def flat(source: Any) -> Any:
 def check_promise(call: Call, name: str, promised: int | None) -> None:
     """Raise ShapeError if this rank has more tokens, in operand `name`, than `promised`; None promises nothing."""
     if promised is not None and call.sizes["t"] > promised:
-        found = f"{call.sizes['t']} tokens of this rank"
+        found = f"{count_text(call.sizes['t'], 'token')} of this rank"
         if "tokens_per_rank" not in call.given:
             raise call.refuse(name, found, f"at most {promised}: promise more, as tokens_per_rank")
         other = "" if call.world.nodes > 1 else ", or take another mode"
@@ -54,7 +55,7 @@ def check_alignment(call: Call, experts: int) -> None:
     """Raise ShapeError if the rows that `experts` are filled up with may be more than an int32 counts."""
     most = MOST_ROWS // max(1, experts)
     if call["alignment"] > most:
-        wanted = f"at most {most} for {experts} experts, so that an int32 counts their rows"
+        wanted = f"at most {most} for {count_text(experts, 'expert')}, so that an int32 counts their rows"
         raise call.refuse("alignment", call["alignment"], wanted)
 
 

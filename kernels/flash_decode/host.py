@@ -34,6 +34,7 @@ from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import MAX_STAGES, Call, Case, Form, Launch, Operand, integer, number
@@ -197,7 +198,7 @@ def _shape(call: Call) -> tuple[int, ...]:
     sizes, v_dim = call.sizes, call["v_dim"]
     _check_dtypes(call)
     if sizes["h"] % max(sizes["g"], 1):
-        raise call.refuse("q", f"{sizes['h']} heads", f"a multiple of the {sizes['g']} KV heads")
+        raise call.refuse("q", count_text(sizes["h"], "head"), f"a multiple of the {count_text(sizes['g'], 'KV head')}")
     for name in ("k_cache", "v_cache"):
         cache = call.tensors.get(name)
         if cache is not None and cache.shape[-1] > 1 and cache.stride(-1) != 1:
@@ -207,7 +208,7 @@ def _shape(call: Call) -> tuple[int, ...]:
     if "e" in sizes and call.tensors.get("v_cache") is not None:
         raise call.refuse("v_dim", v_dim, "None where there is a v_cache")
     if sizes["d"] and v_dim > sizes["d"]:
-        raise call.refuse("v_dim", v_dim, f"no more than the {sizes['d']} elements of a key")
+        raise call.refuse("v_dim", v_dim, f"no more than the {count_text(sizes['d'], 'element')} of a key")
     return sizes["b"], sizes["s"], sizes["h"], v_dim
 
 

@@ -12,6 +12,7 @@ import torch
 from pkt.errors import ShapeError
 from pkt.model.gpu import H200, gluon_lacks
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from ..declaration import Call
 from .fp8 import FP8
@@ -79,7 +80,7 @@ def unsuited(dtype: torch.dtype, size: int, *columns: int) -> str:
     """Why the Gluon forms cannot take operands on any GPU, in words; "" if they can. columns: lengths of the rows that
     TMA moves."""
     if not 1 < size <= MAX_PEERS + 1:
-        return f"{size} ranks, not 2 to {MAX_PEERS + 1}"
+        return f"{count_text(size, 'rank')}, not 2 to {MAX_PEERS + 1}"
     if dtype not in (torch.bfloat16, torch.float16, FP8):
         return f"{dtype}, not bfloat16 or float16 or float8_e4m3fn"
     if not whole_rows(dtype, *columns):

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.wording import count_text
 
 from ..declaration import Call, Launch, Shape
 from ..gradients import Recorded
@@ -90,7 +91,7 @@ def scales_of(call: Call) -> Shape:
 def check_groups(call: Call) -> None:
     """Raise ShapeError where columns do not fall into groups."""
     if call["quant"] == "fp8_group" and call.sizes["h"] % GROUP:
-        raise call.refuse("x", f"{call.sizes['h']} columns", f'a multiple of {GROUP} for quant="fp8_group"')
+        raise call.refuse("x", count_text(call.sizes["h"], "column"), f'a multiple of {GROUP} for quant="fp8_group"')
 
 
 def refuses(keywords: Mapping[str, Any], dtype: torch.dtype) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from pkt.wording import count_text
+
 from ..declaration import Call, Case, Form, Operand, Shape, flag
 from . import gluon_fits, products
 from .fp8 import FP8
@@ -116,7 +118,7 @@ def unfused(forms: Mapping[str, Form]) -> dict[str, Form]:
 
 def _odd_columns(call: Call) -> str:
     columns = columns_each(call["epilogue"]) * call["n"]
-    return f"{columns} columns of b, not a multiple of 16" if columns % 16 else ""
+    return f"{count_text(columns, 'column')} of b, not a multiple of 16" if columns % 16 else ""
 
 
 # By benchmarks/results/fp8_products_2.json and fp8_products.json, of 2 and 4 x H200: in no case does a choice take more

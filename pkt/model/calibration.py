@@ -29,7 +29,7 @@ import numpy as np
 
 from pkt.model.cost import MODELLED, Estimate, library
 from pkt.model.gpu import H200, Gpu, interpolated
-from pkt.wording import dtype_text
+from pkt.wording import count_text, dtype_text
 
 NEAR, FARTHEST = 1.0, 4.0
 """Doublings from the nearest measured shape, see `distance`. Up to NEAR the model is trusted. From there to FARTHEST it
@@ -180,7 +180,7 @@ def trust(operator: str, key: Mapping[str, Any], gpu: Gpu) -> tuple[float, str]:
     far, elsewhere = distance(operator, key), 0.0 if gpu.name == H200.name else OTHER_GPU
     if far <= NEAR:
         return elsewhere, f"the model was fitted to {H200.name}, not to {gpu.name}" if elsewhere else ""
-    shape = f"M = {key['M']}, N = {key['N']}, K = {key['K']} on {key['size']} ranks"
+    shape = f"M = {key['M']}, N = {key['N']}, K = {key['K']} on {count_text(key['size'], 'rank')}"
     if far > FARTHEST:
         return math.inf, f"{shape} is far from every measured shape"
     return far - NEAR + elsewhere, f"{shape} is {far:.1f} doublings from the nearest measured shape"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pkt.errors import DtypeError, NoCandidate, ShapeError
+from pkt.wording import count_text
 
 
 class Config(Mapping[str, Any]):
@@ -99,7 +100,8 @@ def space(
     every = [Config(**dict(zip(values, point))) for point in itertools.product(*values.values())]
     found = list(dict.fromkeys(c for c in every if all(constraint(c) for constraint in constraints)))
     if not found or not axes:
-        raise NoCandidate.empty("pkt.space", f"none of {len(every)} configs meets `where`" if axes else "no axis given")
+        found_none = f"none of {count_text(len(every), 'config')} meets `where`" if axes else "no axis given"
+        raise NoCandidate.empty("pkt.space", found_none)
     return found
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from pkt.errors import ShapeError
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from . import rows
 from .exchange import autocast, sum_gradient
@@ -56,7 +57,7 @@ class Attention(Sharded):
             found, wanted = f"{heads} and {kv_heads}", "a multiple of kv_heads, and both at least 1"
             raise ShapeError.argument("pkt.nn.Attention", "heads and kv_heads", found, wanted, self.world.rank)
         if head is None and features % heads:
-            found, wanted = f"{features} for {heads} heads", "a multiple of heads, or head="
+            found, wanted = f"{features} for {count_text(heads, 'head')}", "a multiple of heads, or head="
             raise ShapeError.argument("pkt.nn.Attention", "features", found, wanted, self.world.rank)
         self.head = features // heads if head is None else head
         self.features, self.sequence_parallel, self.keep = features, sequence_parallel, keep

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 from . import rows
 from .exchange import autocast, gathered, parted
@@ -72,7 +73,8 @@ class Experts(Sharded):
     ) -> None:  # fmt: skip
         super().__init__(world)
         if len(names) not in (2, 3):
-            found, wanted = f"found {len(names)} names", "give those of gate, up and down, or of gate and up, and down"
+            found = f"found {count_text(len(names), 'name')}"
+            wanted = "give those of gate, up and down, or of gate and up, and down"
             raise Unsupported.here(f"rank {self.world.rank}: pkt.nn.Experts", found, wanted)
         self.features, self.hidden, self.experts, self.names = features, hidden, experts, tuple(names)
         self.own = self.divided("experts", experts)

@@ -38,6 +38,7 @@ from pkt.runtime.processes.network import Board, Network, this_host
 from pkt.runtime.processes.rendezvous import Meeting
 from pkt.runtime.processes.transport import Transport
 from pkt.runtime.world import World
+from pkt.wording import count_text
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 # Seconds that host code waits longer for a peer than kernels do, because a kernel's record says more.
@@ -147,7 +148,7 @@ def node_size_of(rank: int, size: int, environment: Mapping[str, str] = os.envir
     if not found:
         return None
     if not found.isdecimal() or int(found) < 1 or (int(found) < size and size % int(found)):
-        wanted = f"a divisor of the {size} ranks"
+        wanted = f"a divisor of the {count_text(size, 'rank')}"
         raise ShapeError.argument("pkt.init", "PKT_NODE_SIZE", repr(found), wanted, rank)
     return min(int(found), size)
 

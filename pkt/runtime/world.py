@@ -22,7 +22,7 @@ from pkt.runtime.launch.streams import OneInFlight
 from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.processes import wire
 from pkt.runtime.team import TeamBackend, check_agreed, check_translated, checked_ranks
-from pkt.wording import dtype_text, html_text, size_text, table
+from pkt.wording import count_text, dtype_text, html_text, size_text, table
 
 T = TypeVar("T")
 SHOWN = 16  # allocations that a notebook shows of a world
@@ -216,7 +216,7 @@ class World:
         ledger, live = self._heap.ledger, [a.block for a in self._heap.live.values()]
         rows = [(b.name, b.kind, str(b.shape), dtype_text(b.dtype), size_text(b.nbytes)) for b in live[:SHOWN]]
         more = f"\n  ... and {len(live) - SHOWN} more" if len(live) > SHOWN else ""
-        free = f"symmetric heap: {len(live)} allocations, {size_text(ledger.free_bytes)} free"
+        free = f"symmetric heap: {count_text(len(live), 'allocation')}, {size_text(ledger.free_bytes)} free"
         names = table(("name", "kind", "shape", "dtype", "bytes"), rows) if rows else ""
         return html_text(f"{self!r}\n{free}\n{names}{more}".rstrip())
 

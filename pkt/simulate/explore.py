@@ -21,7 +21,7 @@ from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS
 from pkt.simulate.run import Outcome, execute
 from pkt.simulate.turns import turn
-from pkt.wording import html_text, rendered
+from pkt.wording import count_text, html_text, rendered
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +94,8 @@ class Report:
             raise first.failure
         if self.survivors:
             names = "\n  ".join(str(s) for s in self.survivors)
-            raise AssertionError(f"{len(self.survivors)} faults were not caught:\n  {names}")
+            were = "fault was" if len(self.survivors) == 1 else "faults were"
+            raise AssertionError(f"{len(self.survivors)} {were} not caught:\n  {names}")
         return self
 
     def table(self) -> Table:
@@ -107,7 +108,7 @@ class Report:
         rate = self.schedules / self.seconds if self.seconds else 0.0
         kinds = sorted({f.kind for f in self.findings})
         table.add_row(
-            f"schedules on {self.ranks} ranks",
+            f"schedules on {count_text(self.ranks, 'rank')}",
             str(self.schedules),
             f"no finding ({rate:.0f} a second)" if not kinds else f"{len(self.findings)} found: {', '.join(kinds)}",
         )
@@ -124,8 +125,9 @@ class Report:
         return table
 
     def __repr__(self) -> str:
-        found = f"{len(self.findings)} findings, {len(self.survivors)} faults not caught"
-        return f"Report({self.schedules} schedules on {self.ranks} ranks: {found})"
+        runs = f"{count_text(self.schedules, 'schedule')} on {count_text(self.ranks, 'rank')}"
+        found = f"{count_text(len(self.findings), 'finding')}, {count_text(len(self.survivors), 'fault')} not caught"
+        return f"Report({runs}: {found})"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""

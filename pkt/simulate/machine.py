@@ -39,7 +39,7 @@ from pkt.simulate.sites import host_call, of_task, site
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, Turn, events, runner
 from pkt.trace import Event
-from pkt.wording import HOST
+from pkt.wording import HOST, count_text
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MOST_SMS = 1 << 16  # each takes memory, even where nothing runs on it
@@ -70,7 +70,8 @@ class Machine:
         self.node_size = ranks if node_size is None else node_size  # ranks of a node
         check_counts("the simulator", node_size=self.node_size)
         if ranks % self.node_size:
-            raise ShapeError.argument("the simulator", "node_size", node_size, f"a divisor of the {ranks} ranks")
+            wanted = f"a divisor of the {count_text(ranks, 'rank')}"
+            raise ShapeError.argument("the simulator", "node_size", node_size, wanted)
         self.apart = self.node_size < ranks  # there are several nodes
         check_compile("the simulator", compile)
         check_counts("the simulator", sms=sms)

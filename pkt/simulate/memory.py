@@ -18,7 +18,7 @@ import torch
 
 from pkt.errors import ShapeError
 from pkt.simulate.rows import KEPT, SMALL, found_rows, ramp
-from pkt.wording import size_text
+from pkt.wording import count_text, size_text
 
 OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
@@ -236,7 +236,7 @@ class AddressSpace:
         try:
             memory = mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags)
         except (OSError, OverflowError) as error:
-            found = f"{size_text(stride)} on each of {size} ranks"
+            found = f"{size_text(stride)} on each of {count_text(size, 'rank')}"
             raise ShapeError.argument("the simulator", "heap", found, "less, or fewer ranks: it maps all") from error
         self._bytes = np.frombuffer(memory, np.uint8)
         start = self._bytes.ctypes.data

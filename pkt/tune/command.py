@@ -32,7 +32,7 @@ from pkt.tune.prediction import Asked, predictable
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
-from pkt.wording import columns
+from pkt.wording import columns, count_text
 
 ALIKE = 3
 """Most candidates of one predicted time that are tried."""
@@ -321,7 +321,9 @@ def _searched(layer: Layer | Collective, ranks: int, device: str) -> tuple[Searc
     found = torch.cuda.device_count()
     if found < ranks:
         raise Unsupported.here(
-            f"{layer.what} on {ranks} ranks", f"found {found} GPUs", "--device cpu searches on the simulator's clock"
+            f"{layer.what} on {count_text(ranks, 'rank')}",
+            f"found {count_text(found, 'GPU')}",
+            "--device cpu searches on the simulator's clock",
         )
     return launch(search_layer, ranks, "cuda", (layer,), heap=HEAP[device])[0]
 

@@ -29,7 +29,7 @@ from pkt.tune.prediction import check_held
 from pkt.tune.printed import Printed
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
-from pkt.wording import dtype_text
+from pkt.wording import count_text, dtype_text
 
 CALL = "pkt.explain"
 SIMULATED = "simulated"
@@ -293,7 +293,8 @@ def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str,
     if tabled is not None and near is not None and _runs(operator, key, gpu, tabled):
         search, distance = near
         shape = ", ".join(f"{axis}={search.key[axis]}" for axis in tables.AXES)
-        there = f"the nearest shape, {shape}, {distance:.2g} doublings away" if distance else "this shape"
+        doublings = count_text(f"{distance:.2g}", "doubling")
+        there = f"the nearest shape, {shape}, {doublings} away" if distance else "this shape"
         source = tables.source(operator, search.key)
         if distance:
             first = "the fastest to expect from what was"

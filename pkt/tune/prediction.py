@@ -23,7 +23,7 @@ from pkt.model.config import Config
 from pkt.model.cost import MODELLED, modelled
 from pkt.model.gpu import H200, Gpu, gpu_named
 from pkt.model.network import Network, TwoLinks
-from pkt.wording import dtype_text
+from pkt.wording import count_text, dtype_text
 
 CALL = "pkt.tune.predict"
 MOST_ELEMENTS = 1 << 40
@@ -60,10 +60,10 @@ class Prediction:
         return self.parts.limit / self.parts.total
 
     def __str__(self) -> str:
-        p, ranks = self.parts, self.nodes * self.node_size
+        p, ranks, nodes = self.parts, self.nodes * self.node_size, count_text(self.nodes, "node")
         compute, cores = (f"compute {_ms(p.compute)}, ", " and tensor cores") if p.compute else ("", "")
         return (
-            f"{self.operator} of {self.shape} {self.dtype} on {ranks} x {self.gpu}, {self.nodes} nodes of "
+            f"{self.operator} of {self.shape} {self.dtype} on {ranks} x {self.gpu}, {nodes} of "
             f"{self.node_size}, {self.network.name} a GPU\n"
             f"predicted, not measured: {_ms(self.seconds)} ms, {self.efficiency:.0%} of what the links{cores} allow\n"
             f"in ms: launch {_ms(p.launch)} + max({compute}memory {_ms(p.memory)}, network {_ms(p.network)}, "

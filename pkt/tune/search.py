@@ -17,7 +17,7 @@ from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune.timers import Timer
 from pkt.tune.votes import Votes
-from pkt.wording import html_text, ranks_text, table
+from pkt.wording import count_text, html_text, ranks_text, table
 
 MOST = 0.12  # largest share of the candidates that is measured
 LEAST = 8  # fewest candidates that are measured
@@ -279,5 +279,5 @@ class _State:
 def _odd(times: Any, repeats: int) -> str:
     """Why a rank's times cannot be used, in words; "" if they can."""
     if len(times) != repeats:
-        return f"gave {len(times)} times, wanted {repeats}"
+        return f"gave {count_text(len(times), 'time')}, wanted {repeats}"
     return next((f"took {t} s" for t in times if not 0 <= t < math.inf), "")

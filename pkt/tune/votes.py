@@ -17,7 +17,7 @@ from pkt.model.config import Config
 from pkt.runtime.processes import wire
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
-from pkt.wording import TUNING, ranks_text
+from pkt.wording import TUNING, count_text, ranks_text
 
 _REASON = 300  # characters of a reason that are kept
 
@@ -102,7 +102,7 @@ def _name_difference(world: World, what: str, mine: Sequence[Config]) -> None:
     places = [place for place in world.all_gather_object(at if at < max(len(first), len(mine)) else -1) if place >= 0]
     shown = min(places)
     text = repr(mine[shown]) if shown < len(mine) else "none"
-    said = world.all_gather_object(f"{len(mine)} configs, number {shown} is {text}")
+    said = world.all_gather_object(f"{count_text(len(mine), 'config')}, number {shown} is {text}")
     raise CandidateMismatch.differs(what, dict(enumerate(said)))
 
 

@@ -23,7 +23,7 @@ def test_gluon_is_refused_where_it_cannot_run(h200s, call, monkeypatch):
         call(world, 512, 512, 512, torch.float32, mode="gluon")
     with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
         call(world, 512, 509, 512, mode="gluon")
-    with pytest.raises(Unsupported, match="1 ranks, not 2 to 8"):
+    with pytest.raises(Unsupported, match="1 rank, not 2 to 8"):
         call(h200s(0, 1), 512, 512, 512, mode="gluon")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     with pytest.raises(Unsupported, match="rank 0 has sm_100, not sm_90"):

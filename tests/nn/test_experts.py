@@ -306,7 +306,7 @@ def test_wrong_arguments() -> None:
             r"pkt.nn.Experts: topk_idx: found \(3, 2\), wanted \(2, chosen\)",
             lambda: experts(drawn(2, 8), ones.long(), ones),
         )
-        refused("pkt.nn.Experts: found 1 names", lambda: pkt.nn.Experts(8, 6, 4, names=("a",)), pkt.Unsupported)
+        refused("pkt.nn.Experts: found 1 name", lambda: pkt.nn.Experts(8, 6, 4, names=("a",)), pkt.Unsupported)
 
     on_ranks(2, run)
 

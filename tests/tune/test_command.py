@@ -161,7 +161,7 @@ def test_the_command_says_that_there_are_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     done = run("ag_gemm", "--ranks", 4, "--out", tmp_path / "none")
     assert done.exit_code == 1
-    assert "all_gather_matmul on 4 ranks: found 1 GPUs: --device cpu searches on the simulator's clock" in done.output
+    assert "all_gather_matmul on 4 ranks: found 1 GPU: --device cpu searches on the simulator's clock" in done.output
     assert not (tmp_path / "none").exists()
 
 

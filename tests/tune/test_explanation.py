@@ -184,8 +184,8 @@ def test_a_measured_shape_has_its_figures(what):
 def test_the_nearest_shapes_choice_has_a_distance_and_no_time():
     found = explain("ag_gemm", M=8192, N=2048, K=4096)
     assert found.config == tables.nearest(OPERATORS["all_gather_matmul"], found.key, H200.name, 4)
-    assert "M=4096, N=1024, K=4096, 1 doublings" not in found.why  # 2 away; 8192 is 1 away
-    assert "the nearest shape, M=8192, N=2048, K=8192, 1 doublings away" in found.why
+    assert "M=4096, N=1024, K=4096, 1 doubling" not in found.why  # 2 away; 8192 is 1 away
+    assert "the nearest shape, M=8192, N=2048, K=8192, 1 doubling away" in found.why
     assert [row.measured for row in found.rows] == [None] * len(found.rows)
     assert "times as long, as predicted" in str(found)
     odd = explain("ag_gemm", M=8192, N=2047, K=8192)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pkt.errors import ShapeError, TransportError, WaitTimeout
 from pkt.runtime.processes.callers import BACKLOG, Stranger
 from pkt.runtime.processes.parsing import parsed
+from pkt.wording import count_text
 
 # A host that loses power says no goodbye. The kernel probes a connection after 5 s of silence, every 5 s, and gives up
 # after 3 probes without an answer. TCP_USER_TIMEOUT would also end a peer that is slow to read.
@@ -57,7 +58,7 @@ def secret() -> bytes:
     found = os.environ.get("PKT_SECRET", "")
     if found and len(found) < SECRET_LETTERS:
         wanted = f"at least {SECRET_LETTERS}, the same on every rank (openssl rand -hex 32)"
-        raise ShapeError.argument("pkt.init", "PKT_SECRET", f"{len(found)} letters", wanted)
+        raise ShapeError.argument("pkt.init", "PKT_SECRET", count_text(len(found), "letter"), wanted)
     return found.encode(errors="surrogateescape")
 
 

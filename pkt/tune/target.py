@@ -26,9 +26,9 @@ Check = Callable[[Mapping[str, Any], Any], bool]
 
 
 def names_of(call: str, name: str, names: Any) -> tuple[str, ...]:
-    """The names in argument `name`. Raises ShapeError for one string, whose letters would be names, and for no list."""
+    """The names in argument `name`. Raises DtypeError for one string, whose letters would be names, and for no list."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ShapeError.argument(call, name, repr(names), 'a list of names, as in ["M", "N"]')
+        raise DtypeError.argument(call, name, f"{names!r:.80}", 'a list of names, as in ["M", "N"]')
     return tuple(names)
 
 

@@ -338,10 +338,12 @@ def test_wrong_arguments_are_refused_when_decorated():
         pkt.autotune([])(scale_kernel)
     with pytest.raises(ShapeError, match="wanted a @triton.jit kernel or a function"):
         pkt.autotune([{"BLOCK": 8}])(5)
-    with pytest.raises(ShapeError, match=r"key: found 'n', wanted a list of names"):
-        pkt.autotune([{"BLOCK": 8}], key="n")(scale_kernel)
-    with pytest.raises(ShapeError, match=r"restore: found 5, wanted a list of names"):
-        pkt.autotune([{"BLOCK": 8}], restore=5)(scale_kernel)
+    for name in ("key", "restore"):
+        for names in ("n", 5, None):
+            with pytest.raises(DtypeError, match=f"{name}: found {names!r}, wanted a list of names"):
+                pkt.autotune([{"BLOCK": 8}], **{name: names})
+            with pytest.raises(DtypeError, match=f"pkt.tune.tune: {name}: found {names!r}, wanted a list of names"):
+                pkt.tune.tune(scale_kernel, configs=[{"BLOCK": 8}], **{name: names})
     for configs in (5, None, "all", {"BLOCK": 8}, pkt.Config(BLOCK=8)):
         with pytest.raises(DtypeError, match="configs: found .*, wanted a list of configs, as pkt.space makes it"):
             pkt.autotune(configs)

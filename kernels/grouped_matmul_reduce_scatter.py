@@ -104,10 +104,11 @@ def grouped_matmul_reduce_scatter(
     """Each expert's rows times its matrix, each token's rows times their weights added, over all ranks. Collective.
 
     x: (R, F), a row for each row of `all_gather_grouped_matmul`'s product, of this rank's F hidden columns. w: (E, F,
-    N) of x's dtype, this rank's F rows of every expert, or the transposed view of a contiguous (E, N, F). gathered:
-    what `all_gather_grouped_matmul` has returned; `gathered._replace(weights=None)` adds without weights. out: (T, N)
-    of x's dtype, this rank's tokens; a new tensor where None. Returns `out`. Sums are in fp32; a row's product and the
-    sum of a rank's rows are rounded to x's dtype. The order of the sums is fixed. A token without an expert gets 0.
+    N) of x's dtype, this rank's F rows of every expert, at least one, or the transposed view of a contiguous (E, N, F).
+    gathered: what `all_gather_grouped_matmul` has returned; `gathered._replace(weights=None)` adds without weights.
+    out: (T, N) of x's dtype, this rank's tokens; a new tensor where None. Returns `out`. Sums are in fp32; a row's
+    product and the sum of a rank's rows are rounded to x's dtype. The order of the sums is fixed. A token without an
+    expert gets 0.
 
     mode: the form, unfused. tiles: of the product, as for `grouped_matmul`.
 
@@ -233,6 +234,7 @@ OPERATOR = Operator(
         saves={"x": (*_ROWS, "w"), "w": (*_ROWS, "x"), "gathered.weights": (*_ROWS, "x", "w")},
     ),
     most={"k": 16},
+    least={"e": 1},
     cases=(
         Case(
             {"r": 7, "h": 4, "e": 2, "n": 4, "t": 2, "k": 2},

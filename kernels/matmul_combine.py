@@ -274,11 +274,11 @@ def matmul_combine(
 ) -> torch.Tensor:
     """Each expert's rows times its matrix, each token's rows times their weights added, where it came from. Collective.
 
-    x: (R, F), a row for each row that `dispatch` has returned. w: (E, F, N) of x's dtype, this rank's experts, or the
-    transposed view of a contiguous (E, N, F). dispatched: what `dispatch` or `dispatch_matmul` has returned;
-    `dispatched._replace(weights=None)` adds without weights. out: (T, N) of x's dtype; a new tensor where None. Returns
-    `out`, which is what `combine` makes of `grouped_matmul(x, w, dispatched.offsets)`. Sums are in fp32; a row's
-    product, and the sum of a rank's rows, are rounded to x's dtype.
+    x: (R, F), a row for each row that `dispatch` has returned. w: (E, F, N) of x's dtype, this rank's experts, at least
+    one, or the transposed view of a contiguous (E, N, F). dispatched: what `dispatch` or `dispatch_matmul` has
+    returned; `dispatched._replace(weights=None)` adds without weights. out: (T, N) of x's dtype; a new tensor where
+    None. Returns `out`, which is what `combine` makes of `grouped_matmul(x, w, dispatched.offsets)`. Sums are in fp32;
+    a row's product, and the sum of a rank's rows, are rounded to x's dtype.
 
     mode: a form that the top of kernels/matmul_combine.py describes; None takes unfused. tiles: of the product, as for
     `grouped_matmul`. tokens_per_rank: a promise that no rank has more tokens, alike on all ranks. With unfused as for
@@ -425,6 +425,7 @@ OPERATOR = Operator(
     ),
     private="t",
     most={"k": 16},
+    least={"e": 1},
     always=True,
     cases=(
         Case(

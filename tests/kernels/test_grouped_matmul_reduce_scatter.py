@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.errors import ShapeError
 from pkt.kernels.grouped_matmul_reduce_scatter import token_sums_kernel
 from pkt.kernels.shared.grid import COPY_OPTIONS
 from pkt.language.inspect import Pointer, compile_only
@@ -46,6 +47,17 @@ def test_a_layer(size: int, T: int, weighted: bool, sms: int) -> None:
             assert ((found - right).abs() <= 2.0**-18 * (1 + right.abs().max())).all()
 
     on_ranks(size, run, sms=sms)
+
+
+def test_weights_of_no_expert_are_refused() -> None:
+    def run(world: Any) -> None:
+        idx, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+        there = pkt.all_gather_grouped_matmul(torch.ones(3, 16), idx, weights, torch.ones(1, 16, 8))
+        handle = there._replace(offsets=there.offsets[:1].clone())
+        with pytest.raises(ShapeError, match=r"w: found \(0, 8, 16\), wanted \(e h n\) with e at least 1"):
+            pkt.grouped_matmul_reduce_scatter(there.product, torch.ones(0, 8, 16), handle)
+
+    on_ranks(2, run)
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.errors import ShapeError
 
 from .helpers import on_ranks, random
 from .test_dispatch import routed
@@ -36,3 +37,16 @@ def test_equal_bits(size: int, T: int, K: int, own: int, weighted: bool, sms: in
             assert torch.equal(found, pkt.combine(y, handle))
 
     on_ranks(size, run, sms=sms)
+
+
+def test_weights_of_no_expert_are_refused() -> None:
+    """`dispatch` gives no such handle: this one is made by hand."""
+
+    def run(world: Any) -> None:
+        idx, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+        there = pkt.dispatch(torch.ones(3, 16), idx, weights, world.size, max_tokens=8)
+        handle = there._replace(offsets=there.offsets[:1].clone())
+        with pytest.raises(ShapeError, match=r"w: found \(0, 16, 24\), wanted \(e h n\) with e at least 1"):
+            pkt.matmul_combine(there.rows, torch.ones(0, 16, 24), handle)
+
+    on_ranks(2, run)

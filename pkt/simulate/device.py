@@ -19,10 +19,11 @@ from pkt.simulate.far import Far
 from pkt.simulate.faults import COUNTING, SYNC
 from pkt.simulate.findings import FalseAssumption
 from pkt.simulate.flagged import Flagged
+from pkt.simulate.loops import Loop
 from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem
 from pkt.simulate.shortcuts import new_tensor
-from pkt.simulate.sites import host_call, site, site_of
+from pkt.simulate.sites import host_call, site, site_of, user_frame
 from pkt.wording import Waiting
 
 
@@ -138,18 +139,32 @@ class SimulatedDevice(Flagged, Multimem, Far):
 
     def spinning(self, task: Any) -> Waiting:
         """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value, and for the
-        smallest of several: counters grow, and flags begin at 0."""
+        smallest of several: counters grow, and flags begin at 0. A loop that polls no memory waits on a variable."""
         loop, launch = task.spins, None if task.is_host else task.launch.ordinal
         at = host_call(task.greenlet.gr_frame)[1] if task.is_host else site_of(task)
         polled = loop.polled.values() if loop is not None else ()
         words = [(access, address) for access in polled for address in words_of(access) or [access.first()]]
         if not words:
-            return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)
+            counter, found = _variable(task, loop)
+            return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch)
         values = [_value(access, address) for access, address in words]
         found = min(values)
         access, address = words[values.index(found)]
         region, counter = access.region, access.region.element(address)
         return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)
+
+
+def _variable(task: Any, loop: Loop | None) -> tuple[str, Any]:
+    """The variable of its own that decides when a program's loop ends, in words, and its value."""
+    frame = user_frame(task.greenlet.gr_frame)
+    if loop is not None and frame is not None:
+        parameters = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        for name in sorted(loop.slice.decides, key=lambda name: name in parameters):  # which nothing may assign to
+            value = frame.f_locals.get(name)
+            value = value.handle.data.item() if isinstance(value, tl.tensor) and not value.shape else value
+            if isinstance(value, (int, float)):
+                return f"its own variable {name}", value
+    return "a loop of its own", 0
 
 
 def _value(access: Any, address: int) -> int:

@@ -29,7 +29,7 @@ class Multimem(Atomics):
         selected = mask_of(mask, ptr)
         self._check_groups("multimem_load_reduce", ptr, selected, ty.name in VECTORS)
         self._step()
-        total: Any = None
+        total = access = None  # type: Any
         combine = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
         for addresses in self._copies(ptr):
             values = np.zeros(addresses.size, dtype)
@@ -45,7 +45,7 @@ class Multimem(Atomics):
             total = wide if total is None else combine(total, wide)
         out = (encode(total, ty) if ty.name in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
         if self.m.current.looking:
-            self._saw(None, out)
+            self._saw(access, out)
         return new_tensor(out, ty, not ptr.shape)
 
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:

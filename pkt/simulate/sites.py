@@ -101,6 +101,13 @@ def site_of(task: Any) -> Site:
     return _outward(task.greenlet.gr_frame)
 
 
+def user_frame(frame: Any) -> Any:
+    """The innermost frame of user code from `frame` outwards; None without one."""
+    while frame is not None and _kinds[frame.f_code.co_filename] != _USER:
+        frame = frame.f_back
+    return frame
+
+
 def host_state(frame: Any) -> tuple:
     """The lines that host code is at, innermost frame `frame`, and the plain values and lengths of its variables: a
     loop that ends by itself changes one of them."""

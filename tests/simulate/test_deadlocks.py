@@ -222,20 +222,53 @@ def test_a_host_barrier_and_a_waiting_kernel_are_a_deadlock() -> None:
 
 
 @triton.jit
-def never_ends(x):
-    i = 0
-    while i < 1:
-        i = i * 1
-    tl.store(x, i)
+def never_ends(x, n, HOW: tl.constexpr):
+    if HOW == "variable":
+        i = n
+        while i < 1:
+            i = i * n
+        tl.store(x, i)
+    elif HOW == "fraction":
+        share = 0.5
+        while share < 1:
+            share = share * 1
+        tl.store(x, n)
+    elif HOW == "parameter":
+        while n < 1:
+            tl.store(x + 1, n)
+    else:
+        seen = tl.load(x, mask=n > 0, other=0)
+        while seen == 0:
+            seen = tl.load(x, mask=n > 0, other=0)
 
 
-def test_an_endless_loop_without_accesses_is_a_deadlock() -> None:
+@pytest.mark.parametrize(
+    ("how", "variable", "value"),
+    [("variable", "i", "0"), ("fraction", "share", "0.5"), ("parameter", "n", "0"), ("masked", "seen", "0")],
+)
+def test_an_endless_loop_that_polls_no_memory_names_its_variable(how: str, variable: str, value: str) -> None:
     def main(world: Any) -> None:
-        never_ends[(1,)](pkt.zeros(1, dtype=torch.int32))
+        never_ends[(1,)](pkt.zeros(2, dtype=torch.int32), 0, how)
 
     error = outcome(main, 1).error
     assert isinstance(error, Deadlock)
-    assert "a loop of its own" in str(error)
+    site = line_of(never_ends, f"while {variable} ")
+    said = f"its own variable {variable} at {site}: wanted != {value}, found {value}, launch 1"
+    assert f"rank 0: never_ends program 0 waits on {said}" in str(error)
+
+
+@triton.jit
+def sums_again(x, world):
+    i = tl.arange(0, 4)
+    total = tl.sum(pl.multimem_load_reduce(x + i, world))
+    while total == 0:
+        total = tl.sum(pl.multimem_load_reduce(x + i, world))
+
+
+def test_an_endless_loop_over_the_multicast_window_names_a_word() -> None:
+    error = outcome(lambda world: sums_again[(1,)](pkt.zeros(4, name="x"), world.device), 2).error
+    assert isinstance(error, Deadlock)
+    assert "rank 0: sums_again program 0 waits on x[0] of rank 1 at test_deadlocks.py" in str(error)
 
 
 # -- code that only looks like a spin --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector, Sync
 from pkt.simulate.faults import Site
 from pkt.simulate.findings import Deadlock
-from pkt.simulate.loops import Loop, Slice, digest
+from pkt.simulate.loops import UNPAUSED, Loop, Slice, digest
 from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped, overlapping
 from pkt.simulate.numerics import BITS, encode
 from pkt.simulate.sites import site
@@ -28,7 +28,6 @@ from pkt.wording import Waiting
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
 POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
 REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
-UNPAUSED = 512  # iterations of a `while` after which other programs run
 ALONE = 1 << 20  # iterations of a `while` without an access after which it counts as endless: some 8 seconds
 
 

@@ -25,9 +25,12 @@ UNSURE = 512
 # The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
 # in spite of the turns that `whose_turn` gives.
 CONTENDED = 32
+UNPAUSED = 512  # iterations of a `while`, or polls of host code, after which other programs run
 # Host code counts as stuck after so many reads in a row that are all like earlier ones. The number is high, because the
 # loop may end by something that `sites.host_state` does not see.
 HOST_POLLS = 4096
+# The same where its variables change meanwhile, as where it counts its polls: it may give up after some. 10 seconds.
+COUNTED_POLLS = 1 << 18
 _MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`
 
@@ -211,10 +214,30 @@ class Loop:
 class HostLoop(Loop):
     """Host code that reads the same values of the heap again and again."""
 
-    __slots__ = ()
+    __slots__ = "again", "known"
+
+    def __init__(self, of: Slice) -> None:
+        super().__init__(of)
+        self.known: set[int] = set()  # hashes of reads
+        self.again = 0  # reads that lately were like earlier ones, whatever the variables were
+
+    @property
+    def spins(self) -> bool:
+        return super().spins or self.again >= COUNTED_POLLS
 
     def stuck(self, machine: Any) -> bool:
-        return self.round == machine.round and self.round_same >= HOST_POLLS
+        same = self.round_same >= HOST_POLLS or self.again >= COUNTED_POLLS
+        return self.round == machine.round and same
+
+    def turned(self, decides: Any, guards: Any) -> bool:
+        if self.seen in self.known:
+            self.again += 1
+        else:
+            self.again = 0
+            if len(self.known) == _MOST:
+                self.known.clear()
+            self.known.add(self.seen)
+        return super().turned(decides, guards) or self.again >= COUNTED_POLLS
 
 
 def digest(value: Any, depth: int = 3) -> Any:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.simulate import accesses
+from pkt.simulate import accesses, loops
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.loops import HOST_POLLS
 from tests.simulate.helpers import failures, line_of, outcome
@@ -358,21 +358,24 @@ def tell_peer(flags, world):
 def host_polls(world: Any, how: str) -> None:
     flags = pkt.signals(2, unwaited=True)
     if world.rank == 0:
-        if how != "nothing":
+        if not how.endswith("nothing"):
             tell_peer[(1,)](flags, world.device)
     else:
+        polls = 0
         while flags[0].item() == 0 or (how == "two" and not flags.tolist()[1]):
-            pass
+            polls += how.startswith("counted")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_host_code_may_poll_until_a_kernel_signals(seed: int) -> None:
-    assert outcome(host_polls, 2, seed, ("one",)).failure is None
+@pytest.mark.parametrize("how", ["one", "counted"])
+def test_host_code_may_poll_until_a_kernel_signals(seed: int, how: str) -> None:
+    assert outcome(host_polls, 2, seed, (how,)).failure is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["nothing", "two"])
-def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["nothing", "two", "counted nothing"])
+def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "COUNTED_POLLS", HOST_POLLS)
     error = outcome(host_polls, 2, seed, (how,)).failure
     assert isinstance(error, Deadlock)
     assert str(error).splitlines()[1].startswith("rank 1: host code waits on flags[")

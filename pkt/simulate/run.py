@@ -18,7 +18,7 @@ from pkt.runtime.world import World
 from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
-from pkt.simulate.sites import of_task, site
+from pkt.simulate.sites import in_host_code, of_task, site
 from pkt.simulate.standstill import whereabouts
 from pkt.simulate.turns import turn
 from pkt.trace import Timeline
@@ -167,13 +167,21 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
                 f"rank {task.rank}: {name}", found, "call torch.compile in the function that pkt.launch runs"
             )
 
-    saved = worlds._current, worlds.op_begins, worlds.op_ends, tensors.accessed, worlds.current_name
+    def given_out() -> None:
+        task = machine.current
+        if task is not None and task.is_host and in_host_code():
+            machine.stream.watch(machine.hosts[task.rank])
+
+    saved = worlds._current, worlds.op_begins, worlds.op_ends, worlds.current_name
+    followed = tensors.accessed, tensors.given_out
     worlds._current, worlds.op_begins, worlds.op_ends = current, op_begins, machine.finish_launches
-    tensors.accessed, worlds.current_name = machine.stream.accessed, worlds.of_size(machine.size)
+    worlds.current_name = worlds.of_size(machine.size)
+    tensors.accessed, tensors.given_out = machine.stream.accessed, given_out
     try:
         yield
     finally:
-        worlds._current, worlds.op_begins, worlds.op_ends, tensors.accessed, worlds.current_name = saved
+        worlds._current, worlds.op_begins, worlds.op_ends, worlds.current_name = saved
+        tensors.accessed, tensors.given_out = followed
 
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:

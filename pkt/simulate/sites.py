@@ -78,6 +78,11 @@ def in_user_code() -> bool:
     return _kinds[sys._getframe(2).f_code.co_filename] == _USER
 
 
+def in_host_code() -> bool:
+    """Whether a function of pkt, whose hook asks, was called by code outside of pkt, torch and triton."""
+    return not sys._getframe(3).f_globals.get("__name__", "").startswith(_LIBRARIES)
+
+
 def unused() -> bool:
     """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
     frame: Any = sys._getframe(1)

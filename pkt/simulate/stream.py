@@ -74,8 +74,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class _Watch(TorchFunctionMode):
-    """Active in the host code of a rank while its launches run, and from its first plain view of a peer, or its first
-    `free`, on."""
+    """Active in the host code of a rank while its launches run, and from its first plain tensor over the heap, or its
+    first `free`, on."""
 
     def __init__(self, stream: Stream, host: Host) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ class Host:
         self.queue: deque[Launch] = deque()  # the launches after it
         self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
         self.finished_at = 0.0
-        self.watched = False  # it holds plain tensors over other ranks' memory
+        self.watched = False  # it holds plain tensors over the heap
         self.waits = False  # for its launches, in a torch function
         self.calls: Counter[tuple[int, ...]] = Counter()  # collective ones, by the ranks that meet
         self.call = ""

@@ -197,6 +197,21 @@ def test_a_copy_of_what_is_not_contiguous_is_a_read() -> None:
     assert set(failures(main, 2, SEEDS)) == set(SEEDS)
 
 
+@pytest.mark.parametrize("view", [lambda x, rank: x.plain(), lambda x, rank: x.peer(rank)], ids=["plain", "peer"])
+def test_a_plain_tensor_over_its_own_memory_is_followed(view: Callable[[Any, int], torch.Tensor]) -> None:
+    def main(world: Any) -> None:
+        x = pkt.zeros(8)
+        mine = view(x, world.rank)
+        if world.rank == 0:
+            x.peer(1).fill_(1.0)
+        else:
+            mine.sum()
+
+    found = failures(main, 2, SEEDS)
+    assert set(found) == set(SEEDS)
+    assert all(isinstance(race, DataRace) for race in found.values())
+
+
 def fill_then(world: Any, call: Callable[[Any, Any, Any], Any]) -> None:
     """Host code queues a write, makes a call, and launches a kernel that reads the peer's copy."""
     x, spare, out = pkt.zeros(8), pkt.empty(4), torch.zeros(8)

@@ -361,19 +361,19 @@ def host_polls(world: Any, how: str) -> None:
         if not how.endswith("nothing"):
             tell_peer[(1,)](flags, world.device)
     else:
-        polls = 0
+        polls, flags = 0, flags.plain() if how.startswith("plain") else flags
         while flags[0].item() == 0 or (how == "two" and not flags.tolist()[1]):
             polls += how.startswith("counted")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["one", "counted"])
+@pytest.mark.parametrize("how", ["one", "counted", "plain"])
 def test_host_code_may_poll_until_a_kernel_signals(seed: int, how: str) -> None:
     assert outcome(host_polls, 2, seed, (how,)).failure is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["nothing", "two", "counted nothing"])
+@pytest.mark.parametrize("how", ["nothing", "two", "counted nothing", "plain nothing"])
 def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "COUNTED_POLLS", HOST_POLLS)
     error = outcome(host_polls, 2, seed, (how,)).failure

@@ -38,6 +38,10 @@ def accessed(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
     """Called before each torch function on a symmetric tensor. The simulator puts its own function here."""
 
 
+def given_out() -> None:
+    """Called where host code takes a plain tensor over the heap. The simulator puts its own function here."""
+
+
 class _Once:
     """A non-data descriptor: an entry of the same name in the instance's __dict__ wins over it."""
 
@@ -92,6 +96,7 @@ class SymmetricTensor(torch.Tensor):
             if self.world not in world.lineage:
                 raise NotSymmetric.argument(world.rank, self.symbol, "a symmetric tensor of another world", "peer()")
             index = self.world.ranks.index(world.ranks[index])
+        given_out()
         return self._in_window(index, f"peer({index})")
 
     def free(self) -> None:
@@ -110,6 +115,7 @@ class SymmetricTensor(torch.Tensor):
     def plain(self) -> torch.Tensor:
         """The same memory as an ordinary torch.Tensor."""
         self._allocation.use("plain()")
+        given_out()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 

@@ -173,7 +173,9 @@ class Loop:
         self.seen = self.guards_seen = 0  # hashes of the values loaded in this iteration
         self.states: dict[int, tuple[int, int]] = {}  # hash of an iteration -> the last one like it, with its guards
         self.turns = self.same = 0  # iterations, and those of them that lately were like earlier ones
-        self.period = 0  # the most iterations from one of those to the next like it
+        # The most iterations from one of those to the next like it. While memory stands still, these are no more than
+        # there are states. A word that others change to and fro may have rare values, which come back much later.
+        self.period = 0
         self.polled: dict[int, Any] = {}  # accesses that decided since it last saw something new, by first address
         self.steps = self.progress = -1  # the machine's at the last iteration
         self.alone = 0  # iterations since the program last made an access
@@ -197,7 +199,7 @@ class Loop:
         last = self.states.get(state)
         if last is not None:
             self.same += 1
-            self.period = max(self.period, self.turns - last[0])
+            self.period = min(max(self.period, self.turns - last[0]), len(self.states))
             self.round_same += 1
             self.round_sure = self.round_sure + 1 if with_guards == last[1] else 0
         else:

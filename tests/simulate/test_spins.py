@@ -317,6 +317,32 @@ def test_a_program_that_rarely_finds_both_locks_free_ends(seed: int, tell: bool)
 
 
 @triton.jit
+def takes_a_permit(permits, world, RETURNED: tl.constexpr):
+    """A semaphore on rank 0. A program that finds no permit takes back what it subtracted, so the word has many values,
+    some of them rarely."""
+    permit = 0
+    while permit == 0:
+        if pl.atomic_add(permits, -1, 0, world, sem="acquire") > 0:
+            permit = 1
+        else:
+            pl.atomic_add(permits, 1, 0, world, sem="relaxed")
+    if RETURNED:
+        pl.atomic_add(permits, 1, 0, world, sem="release")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_semaphore_whose_permits_are_not_returned_is_a_deadlock(seed: int, returned: bool) -> None:
+    def main(world: Any) -> None:
+        permits = pkt.full(1, 2 * (world.rank == 0), dtype=torch.int32)
+        world.barrier()
+        takes_a_permit[(2,)](permits, world.device, returned)
+
+    error = outcome(main, 8, seed, max_steps=50_000).failure
+    assert error is None if returned else isinstance(error, Deadlock) and error.waits
+
+
+@triton.jit
 def runs_alone(x, last):
     i = tl.cast(0, tl.int32)
     while i != last:

@@ -13,17 +13,20 @@ class Deadlock(PktError):
     """No program can continue. `.waits` has one `Waiting` a program."""
 
     @classmethod
-    def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
-        """`hosts`: by rank, the call that its host code is in, where some wait in collective ones."""
+    def among(
+        cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None, calls_differ: bool = True
+    ) -> Deadlock:
+        """`hosts`: by rank, the call that its host code is in, where some wait in collective ones. `calls_differ`: the
+        ranks may have made different calls."""
         programs = f"{len(waits)} programs wait" if len(waits) != 1 else "1 program waits"
         programs = programs if waits or not hosts else "host code waits"
         text = f"deadlock: {programs} and nothing can move"
         if waits:
             text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
         if hosts:
-            text += (
-                f"\nhost code: {ranks_text(hosts)}\nevery rank must make the same collective calls in the same order"
-            )
+            text += f"\nhost code: {ranks_text(hosts)}"
+        if hosts and calls_differ:
+            text += "\nevery rank must make the same collective calls in the same order"
         return cls.of(text, waits=list(waits))
 
     @classmethod

@@ -219,6 +219,26 @@ def test_a_host_barrier_and_a_waiting_kernel_are_a_deadlock() -> None:
     assert "rank 1: ring program 0 waits on mailbox[3]" in str(error)
     assert "host code: rank 0: in barrier() at test_deadlocks.py:" in str(error)
     assert "rank 1: in the launch of ring at test_deadlocks.py:" in str(error)
+    assert "every rank must make the same collective calls in the same order" in str(error)
+
+
+@triton.jit
+def rank_1_waits(flags, world):
+    if world.rank == 1:
+        pl.wait(flags, 1, world)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_all_ranks_have_made_the_launch_no_call_is_to_blame(seed: int) -> None:
+    def main(world: Any) -> None:
+        rank_1_waits[(1,)](pkt.signals(1), world.device)
+        world.barrier()
+
+    error = outcome(main, 3, seed).error
+    assert isinstance(error, Deadlock)
+    assert "rank 1: rank_1_waits program 0 waits on signals@" in str(error)
+    assert "host code: ranks 0, 1, 2: in barrier() at test_deadlocks.py:" in str(error)
+    assert "collective calls" not in str(error)
 
 
 @triton.jit

@@ -313,9 +313,12 @@ class Detector:
             error.add_note(text)
         m.findings.append(error)
 
-    def note_stale(self, task: Any, blocked: Any, sync: Sync) -> None:
-        """Keep a note for later races: this wait passed at once, on signals of earlier launches only. A program may
-        intend that, so it is no finding of its own."""
-        newest = max(sync.launch.values(), default=0)
-        if newest < task.launch.ordinal:
-            task.satisfied_by = str(findings.StaleFlag.found(blocked.waiting(), newest))
+    def answered(self, task: Any, blocked: Any, sync: Sync, at_once: bool) -> None:
+        """Keep a note for later races if this wait passed at once, on signals that it had found in an earlier launch. A
+        program may intend that, so it is no finding of its own."""
+        asked, wait, launch = blocked.region.asked, (task.column, blocked.address, blocked.want), task.launch.ordinal
+        if at_once:
+            newest = max(sync.launch.values(), default=0)
+            if newest <= asked.get(wait, 0) < launch:
+                task.satisfied_by = str(findings.StaleFlag.found(blocked.waiting(), newest))
+        asked[wait] = launch

@@ -49,8 +49,7 @@ class SimulatedDevice(Flagged, Multimem, Far):
         self._own_stores(access)
         self.detector.look(access, "wait", at)
         start = task.time
-        holds = blocked.holds()
-        stale = holds and cmp != "flip"
+        holds = at_once = blocked.holds()
         if change != "remove":
             while not holds:
                 m.waiting.setdefault(address, []).append(task)
@@ -59,8 +58,8 @@ class SimulatedDevice(Flagged, Multimem, Far):
             sync = self.detector.sync.get(address)
             if sync is not None:
                 task.time = max(task.time, sync.time)
-                if stale and m.races and region.kind == "signals":
-                    self.detector.note_stale(task, blocked, sync)
+                if m.races and cmp != "flip" and region.kind == "signals":
+                    self.detector.answered(task, blocked, sync, at_once)
             if task.time > start:
                 self._interval("wait", start, task.time, blocked.waiting, sync)
             if change != "relax" and m.races:

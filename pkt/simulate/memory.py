@@ -45,6 +45,7 @@ class Region:
     shadow: Any = None  # the race detector's
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
     signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal
+    asked: dict[tuple, int] = field(default_factory=dict)  # program, address and value of a wait -> its last launch
 
     def __post_init__(self) -> None:
         self.end = self.base + self.nbytes

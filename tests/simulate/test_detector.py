@@ -197,6 +197,37 @@ def test_a_signal_of_the_same_launch_is_not_called_stale() -> None:
 
 
 @triton.jit
+def send_wrongly(x, flags, world, launch, HOW: tl.constexpr):
+    """The signal overtakes the data. With credits, the sender first waits until the peer has taken the last message."""
+    peer = 1 - world.rank
+    if HOW == "credits":
+        pl.wait(flags + 1, launch - 1, world)
+    pl.signal(flags, peer, world)
+    pl.store(x, launch, peer, world)
+
+
+@triton.jit
+def take(x, out, flags, world, launch):
+    pl.wait(flags, launch, world)
+    tl.store(out, tl.load(x))
+    pl.signal(flags + 1, 1 - world.rank, world)
+
+
+@pytest.mark.parametrize("how", ["credits", "no credits"])
+def test_a_wait_for_an_earlier_launch_is_not_called_stale(how: str) -> None:
+    def main(world: Any) -> None:
+        x, out = pkt.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        flags = pkt.signals(2, unwaited=True)
+        for launch in range(1, 4):
+            send_wrongly[(1,)](x, flags, world.device, launch, how)
+            take[(1,)](x, out, flags, world.device, launch)
+
+    found = [race for seed in range(12) for race in outcome(main, 2, seed).findings]
+    assert found
+    assert not [note for race in found for note in getattr(race, "__notes__", ()) if "stale" in note]
+
+
+@triton.jit
 def load_address(address, out):
     tl.store(out, tl.load(address.to(tl.int64).to(tl.pointer_type(tl.int32))))
 

@@ -22,6 +22,7 @@ FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put 
 FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FAR_PUT: findings.OvertakenPut}
 """The race with an access of such a kind that came first."""
 
+_TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
 
 _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
 
@@ -285,16 +286,17 @@ class Detector:
                 at = np.flatnonzero(((states == state) & ((entry & touched.bytes) != 0)).reshape(-1))
                 if at.size:
                     narrow = min(both, key=("cta", "gpu", "system").index)
-                    note = f'one of the two is atomic at scope "{narrow}", which leaves the other out: use scope="sys"'
-                    self._report("atomic", access, touched.offset(int(at[0])), stamp, "updater", note)
+                    self._report(
+                        "atomic", access, touched.offset(int(at[0])), stamp, "updater", _TOO_NARROW.format(narrow)
+                    )
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
         region.shadow = Shadow(region.nbytes)
         return region.shadow
 
-    def _report(self, kind: str, access: Access, offset: int, stamp: int, role: str, note: str = "") -> None:
-        """offset: a byte of the region that both accesses touch, or the first of its granule."""
+    def _report(self, kind: str, access: Access, offset: int, stamp: int, role: str, remedy: str = "") -> None:
+        """offset: a byte of the region that both accesses touch, or the first of its granule. remedy: see `between`."""
         m, task = self.m, self.m.current
         region = access.region
         address = region.base + max(offset, access.span()[0])
@@ -308,9 +310,9 @@ class Detector:
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
-        error = made.between(first, accessed(task, kind, tensor, at), pair)
-        for text in filter(None, (note, task.satisfied_by)):
-            error.add_note(text)
+        error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
+        if task.satisfied_by is not None:
+            error.add_note(task.satisfied_by)
         m.findings.append(error)
 
     def answered(self, task: Any, blocked: Any, sync: Sync, at_once: bool) -> None:

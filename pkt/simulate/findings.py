@@ -64,9 +64,10 @@ class DataRace(PktError):
     said = "data race", "is not ordered after", "put a signal after the first and a wait before the second"
 
     @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> DataRace:
-        what, why, remedy = cls.said
-        text = f"{what}: {second.text()}\n  {why}: {first.text()}\n  {remedy}"
+    def between(cls, first: Access, second: Access, pair: Hashable, remedy: str = "") -> DataRace:
+        """`remedy`: one for this race, in place of that for all of this class."""
+        what, why, usual = cls.said
+        text = f"{what}: {second.text()}\n  {why}: {first.text()}\n  {remedy or usual}"
         return cls.of(text, first=first, second=second, pair=pair)
 
 

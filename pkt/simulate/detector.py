@@ -22,6 +22,7 @@ FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put 
 FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FAR_PUT: findings.OvertakenPut}
 """The race with an access of such a kind that came first."""
 
+_MOST_ASKED = 1 << 14
 _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
 
 _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
@@ -323,4 +324,6 @@ class Detector:
             newest = max(sync.launch.values(), default=0)
             if newest <= asked.get(wait, 0) < launch:
                 task.satisfied_by = str(findings.StaleFlag.found(blocked.waiting(), newest))
+        if len(asked) == _MOST_ASKED:  # of epochs, which no launch asks for again; forgetting one costs a note
+            asked.clear()
         asked[wait] = launch

@@ -63,7 +63,7 @@ def measured(ranks: int, folder: str, *args: Any) -> tuple[float, float] | str:
     workers = Workers(ranks, {"TRITON_CACHE_DIR": folder})
     try:
         opener = "pkt.runtime.bootstrap:open_job"
-        times = workers.run(first, args, opener, 60.0, heap=2 << 30, multicast=False)
+        times = workers.run(first, args, opener, 60.0, heap=2 << 30, multicast=False, node_size=None)
     finally:
         workers.close()
     return times[0] if isinstance(times[0], str) else (max(t[0] for t in times), max(t[1] for t in times))

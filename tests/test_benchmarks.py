@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _command, _job, _run, custom_ops, eager, figures, runtime
+from benchmarks import _command, _job, _run, custom_ops, eager, figures, first, runtime
 from benchmarks._case import Case
 from benchmarks._check import BOUND, checked
 from benchmarks._results import against, record, write
@@ -159,6 +159,26 @@ def test_runtime_times_host_code_without_the_launch(monkeypatch: pytest.MonkeyPa
     table = runtime.rows(pkt.launch(runtime.measure, ranks=1, device="cpu", heap="64MiB"))
     assert [row.case.partition(",")[0] for row in table] == list(operators())
     assert all(row.limit == runtime.OVERHEAD and 0 < row.value < 1e5 for row in table)
+
+
+def test_first_gives_its_workers_a_job_as_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the facts that the worlds of its processes are made of."""
+    jobs: list[set[str]] = []
+
+    class Pool:
+        def run(self, *job: Any, **facts: Any) -> list[tuple[float, float]]:
+            jobs.append(set(facts))
+            return [(2.0, 1.0), (1.0, 3.0)]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("pkt.runtime.workers.workers.warm", lambda ranks: Pool())
+    monkeypatch.setattr(first, "Workers", lambda ranks, environment: Pool())
+    pkt.launch(print, 2, "cuda")
+    assert first.measured(2, "folder", "all_gather_matmul", (64, 64, 64), None) == (2.0, 3.0)
+    assert jobs[0] == jobs[1]
 
 
 def test_other_variants_run_after_one_ends_its_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,7 +369,9 @@ def consume(CONSUMER: gl.constexpr, step, n, order, ring, outbox, finish, PARTIA
                 half = finish.scales.applied(half, CONSUMER, t, (column >> 1) * ring.BLOCK_N, finish.N, order)
             mine = column & 1
             if PARTIALS > 0:
-                for _ in range(mine * PARTIALS):
+                # In steps of K, which LLVM does not know. Of a loop that runs once at most it makes a branch, and takes
+                # a second to merge the 128 values of a thread behind that.
+                for _ in range(0, mine * PARTIALS * ring.K, ring.K):
                     half = ring.add_partial(step, half, CONSUMER)
                     step += CONSUMERS
             hand_over(CONSUMER, half, step, n, column, ring, outbox, finish)

@@ -109,6 +109,14 @@ def test_a_gathered_input_that_is_kept(compiling, tmp_path, tiles, transposed):
     assert codes[1][0] == codes[1][1] >= 4
 
 
+@pytest.mark.parametrize("call", [scatter, reduce])
+def test_one_peers_sums_are_added_in_a_loop_as_those_of_three(compiling, call):
+    """A branch in its place would take LLVM a second to compile."""
+    two, four = (call(compiling(1, size), 1024, 1024, 1024, tiles=TILES) for size in (2, 4))
+    loops = [launch.kernel.asm["llir"].count("= phi {") for launch in (two, four)]  # of all values of a thread at once
+    assert loops[0] == loops[1] == 2  # of each consumer
+
+
 def test_fp16(compiling, tmp_path):
     for call in (product, scatter, reduce):
         launch = call(compiling(), 512, 512, 512, torch.float16)

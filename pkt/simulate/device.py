@@ -139,9 +139,10 @@ class SimulatedDevice(Flagged, Multimem, Far):
     def spinning(self, task: Any) -> Waiting:
         """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value, and for the
         smallest of several: counters grow, and flags begin at 0. A loop that polls no memory waits on a variable."""
-        loop, launch = task.spins, None if task.is_host else task.launch.ordinal
+        loop = task.spins or next(reversed(task.loops.values()), None)
+        launch = None if task.is_host else task.launch.ordinal
         at = host_call(task.greenlet.gr_frame)[1] if task.is_host else site_of(task)
-        polled = loop.polled.values() if loop is not None else ()
+        polled = (loop.polled or loop.before).values() if loop is not None else ()
         words = [(access, address) for access in polled for address in words_of(access) or [access.first()]]
         if not words:
             counter, found = _variable(task, loop)

@@ -37,8 +37,9 @@ class Deadlock(PktError):
         return cls.of(f"endless loop: {program}: found {found}, so nothing else can end it: shorten it", waits=[])
 
     @classmethod
-    def endless(cls, steps: int, schedule: str) -> Deadlock:
-        return cls.of(f"not finished after {steps} steps ({schedule}); raise max_steps= for a longer run", waits=[])
+    def endless(cls, steps: int, schedule: str, waits: Sequence[Waiting]) -> Deadlock:
+        text = f"not finished after {steps} steps ({schedule}); raise max_steps= for a longer run"
+        return cls.of(text + (f"\n{waiting_table(waits)}" if waits else ""), waits=list(waits))
 
 
 class TooFewResident(Deadlock):

@@ -165,8 +165,8 @@ def value_of(code: Any, variables: dict[str, Any], names: dict[str, Any]) -> boo
 class Loop:
     """One `while` that a program is in. `Accesses._saw` adds to `seen` and `guards_seen` what an iteration loads."""
 
-    __slots__ = ("slice", "seen", "guards_seen", "states", "turns", "same", "period", "polled", "steps", "progress",
-                 "alone", "round", "round_same", "round_sure")  # fmt: skip
+    __slots__ = ("slice", "seen", "guards_seen", "states", "turns", "same", "period", "polled", "before", "steps",
+                 "progress", "alone", "round", "round_same", "round_sure")  # fmt: skip
 
     def __init__(self, of: Slice) -> None:
         self.slice = of
@@ -177,6 +177,7 @@ class Loop:
         # there are states. A word that others change to and fro may have rare values, which come back much later.
         self.period = 0
         self.polled: dict[int, Any] = {}  # accesses that decided since it last saw something new, by first address
+        self.before = self.polled  # those until then
         self.steps = self.progress = -1  # the machine's at the last iteration
         self.alone = 0  # iterations since the program last made an access
         self.round = -1  # of the machine, when all programs spun
@@ -204,7 +205,7 @@ class Loop:
             self.round_sure = self.round_sure + 1 if with_guards == last[1] else 0
         else:
             self.same = self.period = self.round_same = self.round_sure = 0
-            self.polled.clear()
+            self.before, self.polled = self.polled, {}
             if len(self.states) == _MOST:
                 self.states.clear()
         self.states[state] = self.turns, with_guards

@@ -29,7 +29,6 @@ from pkt.runtime.world import check_counts, check_flags
 from pkt.simulate import cost, modes, standstill
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
-from pkt.simulate.findings import Deadlock
 from pkt.simulate.front_end import Launched, Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
@@ -209,7 +208,7 @@ class Machine:
             if self.steps > self.max_steps:
                 if self.trial is not None:
                     raise standstill.ended_trial(self)
-                raise Deadlock.endless(self.max_steps, str(schedule))
+                raise standstill.endless(self, task)
             self._switch(task)
             if self.brief and self.findings and self.trial is None:
                 raise self.findings[0]

@@ -88,6 +88,13 @@ def stands_still(machine: Any, spinning: list[Task]) -> None:
         machine.fill(launch)
 
 
+def endless(machine: Any, task: Task) -> Deadlock:
+    """The error of a run that takes too many steps, with the programs that are in a loop or a wait. task: would be
+    next."""
+    looping = [t for t in (task, *machine.ready) if t.loops]
+    return Deadlock.endless(machine.max_steps, str(machine.schedule), _waits(machine, looping))
+
+
 def ended_trial(machine: Any) -> Exception:
     """The error that began the trial: the programs go on if more of them are resident."""
     assert machine.trial is not None

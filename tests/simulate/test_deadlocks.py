@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -462,3 +463,26 @@ def test_an_endless_run_ends_after_max_steps() -> None:
     error = outcome(main, 1, 1, max_steps=5).error
     assert isinstance(error, Deadlock)
     assert "not finished after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)
+
+
+@triton.jit
+def counts_past(x, flags, world):
+    if world.rank == 0:
+        while tl.atomic_add(x, 2) != 21:
+            pass
+    else:
+        pl.wait(flags, 1, world)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_endless_run_says_where_each_program_is(seed: int) -> None:
+    def main(world: Any) -> None:
+        x, gate = pkt.zeros(1, dtype=torch.int32, name="x"), pkt.signals(1)
+        counts_past[(1,)](x, gate, world.device)
+
+    error = outcome(main, 2, seed, max_steps=500).error
+    assert isinstance(error, Deadlock)
+    counts, waits = error.waits
+    assert (counts.rank, counts.counter, counts.site) == (0, "x[0]", line_of(counts_past, "while tl.atomic_add"))
+    assert (waits.rank, waits.counter, waits.site) == (1, "gate[0]", line_of(counts_past, "pl.wait"))
+    assert re.search(r"\n  0 +counts_past  0 +x\[0\] ", str(error))

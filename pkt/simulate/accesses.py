@@ -205,6 +205,8 @@ class Accesses:
         m, task = self.m, self.m.current
         task.accesses += 1
         long = not task.accesses % UNINTERRUPTED
+        if long:
+            m.steps += UNINTERRUPTED
         if spin or long or task.polls:
             if task.progress != m.progress:
                 task.progress, task.polls = m.progress, 0

@@ -42,7 +42,7 @@ from pkt.wording import HOST, count_text
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MOST_SMS = 1 << 16  # each takes memory, even where nothing runs on it
-MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
+MAX_STEPS = 20_000_000  # steps after which a run counts as endless
 _NO_GPU = "A simulation has no GPU: take the device from world.torch_device, and wait with world.synchronize()."
 
 
@@ -106,7 +106,7 @@ class Machine:
         self.late_signals: list[Callable[[], None]] = []
         self.far: list[Any] = []  # calls to other nodes that have not arrived
         self.progress = 0
-        self.steps = 0
+        self.steps = 0  # switches between programs, and accesses of a program that makes many before one
         self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
         self.polled: set[int] = set()  # addresses that the loops of this round poll
         self.contended = False  # one of those words has changed in this round

@@ -465,6 +465,17 @@ def test_an_endless_run_ends_after_max_steps() -> None:
     assert "not finished after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)
 
 
+def test_max_steps_bounds_the_accesses_of_a_program_that_runs_alone() -> None:
+    @triton.jit
+    def past(x, out):
+        while tl.atomic_add(x, 2) != 21:
+            tl.store(out, tl.load(x))
+
+    x = torch.zeros(1, dtype=torch.int32)
+    assert isinstance(outcome(lambda world: past[(1,)](x, torch.zeros(1)), 1, max_steps=20_000).error, Deadlock)
+    assert x.item() < 2 * 20_000
+
+
 @triton.jit
 def counts_past(x, flags, world):
     if world.rank == 0:

@@ -24,7 +24,13 @@ from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem
 from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import host_call, site, site_of, user_frame
+from pkt.simulate.standstill import settle
 from pkt.wording import Waiting
+
+CLOCK = 0  # what counts as the address of the clock
+# While all programs only poll, each reading moves the clock further than the last one: to 100 ms in 800 readings.
+UNHURRIED = 2048
+MOST_POLLS = 4096
 
 
 class SimulatedDevice(Flagged, Multimem, Far):
@@ -112,11 +118,22 @@ class SimulatedDevice(Flagged, Multimem, Far):
         """`globaltimer`, the modelled clock in ns, which each reading moves on; or `smid`, the program's slot."""
         task = self.m.current
         if name == "globaltimer":
-            task.time += cost.STEP_US
+            self._step(CLOCK, spin=True)
+            task.time += cost.STEP_US * (1 + self._polls_in_vain() ** 2 // UNHURRIED)
         value = task.lane if name == "smid" else int(1000 * task.time)
         if task.looking:
             self._saw(None, value)
         return value
+
+    def _polls_in_vain(self) -> int:
+        """How often the program has polled since memory changed; 0 where another one may do anything but poll."""
+        m = self.m
+        for task in (m.current, *m.ready):
+            loop = task.spins
+            by_clock = task.polls and CLOCK in task.touched and task.progress == m.progress
+            if not by_clock and (loop is None or loop.progress != m.progress):
+                return 0
+        return 0 if settle(m) else min(m.current.polls, MOST_POLLS)
 
     def assumed_falsely(self) -> None:
         task = self.m.current

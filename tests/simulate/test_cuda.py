@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -10,10 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import pkt
+import pkt.language as pl
 from pkt.errors import Unsupported
 from pkt.simulate import cost
 from pkt.simulate.findings import Deadlock
-from tests.simulate.helpers import HEAP, line_of, run
+from tests.simulate.helpers import HEAP, line_of, outcome, run
 
 
 @triton.jit
@@ -54,6 +57,53 @@ def test_a_poll_that_the_clock_ends_is_no_deadlock() -> None:
     assert 100_000 <= out.item() < 110_000
     with pytest.raises(Deadlock):
         run(poll_until, (1,), flag, out, False)
+
+
+@triton.jit
+def poll_with_deadline(flags, data, out, ns, world, SENT: tl.constexpr):
+    """Rank 0 computes for a while and tells the others, if SENT; they give up after `ns`."""
+    if world.rank == 0:
+        for i in range(300):
+            tl.load(data + i)
+        for r in range(SENT, world.size if SENT else 0):
+            pl.store_release(flags, 1, r, world)
+    else:
+        begin = tl.extra.cuda.globaltimer()
+        found, passed = 0, tl.full((), 0, tl.int64)
+        while (found == 0) & (passed < ns):
+            found = pl.load_acquire(flags, world.rank, world)
+            passed = tl.extra.cuda.globaltimer() - begin
+        tl.store(out, found)
+        tl.store(out + 1, passed)
+
+
+@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("sent", [0, 1])
+def test_the_clock_moves_far_only_while_all_programs_poll(seed: int, sent: int) -> None:
+    def main(world: Any) -> None:
+        flags, data = pkt.zeros(1, dtype=torch.int32), pkt.zeros(300)
+        out = torch.full((2,), sent, dtype=torch.int64)
+        poll_with_deadline[(1,)](flags, data, out, 100_000_000, world.device, sent)
+        assert out[0].item() == sent
+        assert sent or not world.rank or 100_000_000 <= out[1].item() < 101_000_000
+
+    found = outcome(main, 4, seed)
+    assert found.failure is None
+    assert found.machine.steps < 20_000
+
+
+@triton.jit
+def sleep(out, ns):
+    begin = tl.extra.cuda.globaltimer()
+    while tl.extra.cuda.globaltimer() - begin < ns:
+        pass
+    tl.store(out, 1)
+
+
+def test_a_program_may_sleep_by_the_clock() -> None:
+    out = torch.zeros(1)
+    run(sleep, (1,), out, 1_000_000_000)
+    assert out.item() == 1
 
 
 @triton.jit

@@ -20,8 +20,10 @@ import triton.language as tl
 POLL = 1  # number of the loop inside `tl.atomic_poll`; the loops of sources have greater ones
 SURE = 8  # iterations without a change after which a loop counts as spinning
 # Iterations without a change after which it counts as stuck where a branch around a store or a signal depends on a
-# variable that does change, such as a count of polls: the store may come later, and let another program go on.
+# variable that does change, such as a count of polls: the store may come later, and let another program go on. The same
+# where the words that it loads depend on one. If it looks at random words, it has seen all after 16 times as many.
 UNSURE = 512
+PROBES = 16
 # The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
 # in spite of the turns that `whose_turn` gives.
 CONTENDED = 32
@@ -40,6 +42,7 @@ class _Statement:
     """A statement of a loop's body. A branch or an inner loop has `body` and `orelse`, an assignment has `targets`."""
 
     names: set[str]  # that its expression uses
+    values: set[str] = field(default_factory=set)  # those that it uses elsewhere than in the arguments of loads
     expression: int = -1  # its index in Source.expressions
     targets: set[str] = field(default_factory=set)
     changes: bool = False  # it may change memory
@@ -51,7 +54,7 @@ class _Statement:
 @dataclass(frozen=True)
 class Slice:
     """Of one loop, the names and the indices of expressions that decide when it ends; and with those that decide which
-    stores and signals an iteration makes."""
+    stores and signals an iteration makes, and which words it loads."""
 
     decides: tuple[str, ...]
     expressions: frozenset[int]
@@ -79,8 +82,8 @@ class Source:
             assignments: list[tuple[_Statement, list[_Statement]]] = []
             around: list[_Statement] = []
             self._walk(self.body, [], taken, assignments, around)
-            decides = self._closure([self.test], assignments)
-            guards = self._closure([self.test, *around], assignments)
+            decides = self._closure([self.test], assignments, lambda s: s.values)
+            guards = self._closure([self.test, *around], assignments, lambda s: s.names)
             self.slices[key] = Slice(*decides, *guards)
         return self.slices[key]
 
@@ -98,15 +101,17 @@ class Source:
                         self._walk(part, inside, taken, assignments, guards)
 
     @staticmethod
-    def _closure(used: list, assignments: list) -> tuple[tuple[str, ...], frozenset[int]]:
-        found, expressions = {_EXIT}.union(*(s.names for s in used)), {s.expression for s in used}
+    def _closure(
+        used: list, assignments: list, names: Callable[[_Statement], set[str]]
+    ) -> tuple[tuple[str, ...], frozenset[int]]:
+        found, expressions = {_EXIT}.union(*map(names, used)), {s.expression for s in used}
         before = -1
         while len(found) != before:
             before = len(found)
             for statement, around in assignments:
                 if statement.targets & found:
                     for s in (statement, *around):
-                        found |= s.names
+                        found |= names(s)
                         expressions.add(s.expression)
         return tuple(sorted(found - {_EXIT})), frozenset(expressions)
 
@@ -130,6 +135,7 @@ class Source:
                 s.targets = set().union(*map(_names, getattr(node, "targets", None) or [node.target]))  # type: ignore
                 if isinstance(node, ast.AugAssign):
                     s.names |= s.targets
+                    s.values |= s.targets
             elif isinstance(node, ast.Expr):
                 s = self._statement(node.value)
             else:
@@ -140,7 +146,7 @@ class Source:
     def _statement(self, value: ast.expr) -> _Statement:
         self.expressions.append(value)
         changes = any(isinstance(n, ast.Call) and _changes(n.func) for n in ast.walk(value))
-        return _Statement(_names(value), len(self.expressions) - 1, changes=changes)
+        return _Statement(_names(value), _values(value), len(self.expressions) - 1, changes=changes)
 
 
 def _changes(called: ast.expr) -> bool:
@@ -151,6 +157,19 @@ def _changes(called: ast.expr) -> bool:
 
 def _names(node: ast.AST) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _values(node: ast.AST) -> set[str]:
+    """The names in an expression, but none in the arguments of loads: those decide only which words the loads find."""
+    if isinstance(node, ast.Call) and _loads(node.func):
+        return set()
+    return {node.id} if isinstance(node, ast.Name) else set().union(*map(_values, ast.iter_child_nodes(node)))
+
+
+def _loads(called: ast.expr) -> bool:
+    """Whether the call only loads: `tl.load`, or `pl.load_acquire` and its like."""
+    of_pkt = isinstance(called, ast.Attribute) and getattr(called.value, "id", "") in ("tl", "pl")
+    return of_pkt and called.attr.startswith("load")  # type: ignore[attr-defined]
 
 
 def value_of(code: Any, variables: dict[str, Any], names: dict[str, Any]) -> bool | None:
@@ -192,7 +211,7 @@ class Loop:
         if self.round != machine.round:
             return False
         enough = CONTENDED if machine.contended else SURE
-        return self.round_sure >= max(enough, self.period) or self.round_same >= max(UNSURE, self.period)
+        return self.round_sure >= max(enough, self.period) or self.round_same >= max(UNSURE, PROBES * self.period)
 
     def turned(self, decides: Any, guards: Any) -> bool:
         """Begin an iteration with these values of the variables; return whether it is like an earlier one."""

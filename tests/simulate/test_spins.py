@@ -247,6 +247,32 @@ def test_a_loop_that_looks_at_all_ranks_in_turn(seed: int, missing: int) -> None
 
 
 @triton.jit
+def probes(flags, world, SENT: tl.constexpr):
+    """The ranks but 0 look at random flags for one that is set. Rank 0 sets one of 8, if SENT."""
+    if world.rank == 0:
+        for r in range(SENT, world.size if SENT else 0):
+            pl.store_release(flags + 5, 1, r, world)
+    else:
+        v, found = 17 * world.rank, 0
+        while found == 0:
+            v = (v * 1103515245 + 12345) & 0x7FFFFFFF
+            found = pl.load_acquire(flags + (v >> 8) % 8, world.rank, world)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_loop_that_looks_at_random_words(seed: int, sent: int) -> None:
+    def main(world: Any) -> None:
+        flags = pkt.zeros(8, dtype=torch.int32)
+        world.barrier()
+        probes[(1,)](flags, world.device, sent)
+
+    error = outcome(main, 4, seed, max_steps=20_000).failure
+    assert error is None if sent else isinstance(error, Deadlock) and len(error.waits) == 3
+    assert error is None or "nothing can move" in str(error)
+
+
+@triton.jit
 def looks_under_a_lock(lock, world, TELL: tl.constexpr):
     """All ranks but the last take the lock to look whether the last one has written, again and again."""
     go = 1

@@ -42,7 +42,9 @@ class _Statement:
     """A statement of a loop's body. A branch or an inner loop has `body` and `orelse`, an assignment has `targets`."""
 
     names: set[str]  # that its expression uses
-    values: set[str] = field(default_factory=set)  # those that it uses elsewhere than in the arguments of loads
+    values: set[str] = field(
+        default_factory=set
+    )  # those that it uses elsewhere than in the arguments of loads and atomics
     expression: int = -1  # its index in Source.expressions
     targets: set[str] = field(default_factory=set)
     changes: bool = False  # it may change memory
@@ -160,16 +162,16 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _values(node: ast.AST) -> set[str]:
-    """The names in an expression, but none in the arguments of loads: those decide only which words the loads find."""
-    if isinstance(node, ast.Call) and _loads(node.func):
+    """The names in an expression, but none in the arguments of loads and atomics: the words that these find decide."""
+    if isinstance(node, ast.Call) and _finds(node.func):
         return set()
     return {node.id} if isinstance(node, ast.Name) else set().union(*map(_values, ast.iter_child_nodes(node)))
 
 
-def _loads(called: ast.expr) -> bool:
-    """Whether the call only loads: `tl.load`, or `pl.load_acquire` and its like."""
+def _finds(called: ast.expr) -> bool:
+    """Whether the call returns a word of memory: a load or an atomic of `tl` or `pl`."""
     of_pkt = isinstance(called, ast.Attribute) and getattr(called.value, "id", "") in ("tl", "pl")
-    return of_pkt and called.attr.startswith("load")  # type: ignore[attr-defined]
+    return of_pkt and called.attr.startswith(("load", "atomic"))  # type: ignore[attr-defined]
 
 
 def value_of(code: Any, variables: dict[str, Any], names: dict[str, Any]) -> bool | None:

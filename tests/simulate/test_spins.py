@@ -259,6 +259,29 @@ def probes(flags, world, SENT: tl.constexpr):
             found = pl.load_acquire(flags + (v >> 8) % 8, world.rank, world)
 
 
+@triton.jit
+def takes_a_slot(slots, n, world):
+    """Each rank takes one of n slots, at random."""
+    v, taken = 17 * world.rank, 0
+    while taken == 0:
+        v = (v * 1103515245 + 12345) & 0x7FFFFFFF
+        if pl.atomic_cas(slots + (v >> 8) % n, 0, 1, 0, world, sem="acquire") == 0:
+            taken = 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_loop_that_tries_random_slots(seed: int, missing: int) -> None:
+    def main(world: Any) -> None:
+        slots = pkt.zeros(8, dtype=torch.int32)
+        world.barrier()
+        takes_a_slot[(1,)](slots, world.size - missing, world.device)
+
+    error = outcome(main, 4, seed, max_steps=20_000).failure
+    assert error is None if not missing else isinstance(error, Deadlock) and len(error.waits) == 1
+    assert error is None or "nothing can move" in str(error)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("sent", [0, 1])
 def test_a_loop_that_looks_at_random_words(seed: int, sent: int) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from pkt.simulate import cost
 from pkt.simulate.bad_address import bad_address, check_counters, check_near
 from pkt.simulate.builder import Tile
-from pkt.simulate.detector import Detector, Sync
+from pkt.simulate.detector import POLLING, Detector, Sync
 from pkt.simulate.faults import Site
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.loops import UNPAUSED, Loop, Slice, digest
@@ -53,6 +53,7 @@ class Accesses:
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
         at = site() if self.m.races else None  # here, where fewer frames lie in between
+        kind = POLLING if self.m.current.looking and self._decides() else "load"
         before_read = self._before_poll if volatile else self._before_read
         for access, _ in parts:
             if access.region.kind == "signals":
@@ -60,12 +61,12 @@ class Accesses:
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)
-            before_read(access, "load", at=at)
+            before_read(access, kind, at=at)
             out = access.view(dtype).copy()
         else:
             flat = np.zeros(addresses.size, dtype)
             for access, where in parts:
-                before_read(access, "load", at=at)
+                before_read(access, kind, at=at)
                 flat[where] = access.read(dtype)
             out = flat.reshape(addresses.shape)
         if self.m.current.looking:
@@ -163,6 +164,12 @@ class Accesses:
             looking.append(expressions)
         else:
             looking.pop()
+
+    def _decides(self) -> bool:
+        """Whether the program is in an expression that decides when one of its loops ends."""
+        task = self.m.current
+        looking = ((task.loops.get(number), at) for expressions in task.looking for number, at in expressions)
+        return any(loop is not None and at in loop.slice.expressions for loop, at in looking)
 
     def _saw(self, access: Access | None, values: Any) -> None:
         """Note the values that an expression which decides about loops has loaded."""

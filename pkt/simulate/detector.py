@@ -19,11 +19,17 @@ from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
 FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put to another node
+POLLING = "polling load"  # a plain one that decides when a loop ends
 FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FAR_PUT: findings.OvertakenPut}
 """The race with an access of such a kind that came first."""
 
 _MOST_ASKED = 1 << 14
 _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
+
+_OF_A_FLAG = (
+    "set a flag by pl.signal or pl.store_release, and poll it by pl.wait or pl.load_acquire; for data, "
+    "put a signal after the first and a wait before the second"
+)
 
 _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
 
@@ -311,6 +317,8 @@ class Detector:
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
+        if made is findings.DataRace and POLLING in (kind, first_kind):
+            remedy = remedy or _OF_A_FLAG
         error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
         if task.satisfied_by is not None:
             error.add_note(task.satisfied_by)

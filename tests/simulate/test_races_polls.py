@@ -94,6 +94,31 @@ def test_atomics_and_ordered_stores_to_a_counter_are_no_race(how: str, poll: str
 
 
 @triton.jit
+def polls_plainly(flag, x, out, world, LOOP: tl.constexpr):
+    if world.rank == 0:
+        tl.store(x, 1)
+        tl.store(flag, 1)
+    elif LOOP:
+        polls = 0
+        while pl.load(flag, 0, world) != 1:
+            polls += tl.load(out)
+    else:
+        pl.load(flag, 0, world)
+
+
+@pytest.mark.parametrize("loop", [True, False])
+@pytest.mark.parametrize("seed", range(7))
+def test_a_race_of_a_plain_poll_says_how_to_poll(seed: int, loop: bool) -> None:
+    def main(world: Any) -> None:
+        flag, x = pkt.zeros(1, dtype=torch.int32), pkt.zeros(1, dtype=torch.int32)
+        polls_plainly[(1,)](flag, x, pkt.zeros(1, dtype=torch.int32), world.device, loop)
+
+    message = str(find_race(main, 2, seeds=[seed]))
+    assert ("polling load of rank 0's flag[0] by rank 1" in message) is loop
+    assert ("set a flag by pl.signal or pl.store_release, and poll it by pl.wait or pl.load_acquire" in message) is loop
+
+
+@triton.jit
 def elect(x, lock, count, flags, out, world, HOW: tl.constexpr):
     """Ranks 0 and 1 store data and try to take the lock on rank 2, which reads once the winner has it and both have
     counted. The loser's CAS publishes nothing, so its count must."""

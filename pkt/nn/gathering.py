@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pkt.errors import Unsupported
+from pkt.runtime.memory.tensor import TRACED
 from pkt.runtime.world import World
 
 from . import rows
@@ -36,7 +37,12 @@ class Gather:
         """What the module gets."""
         shape = list(self.shard.shape)
         shape[self.dim] *= self.world.size
-        found: Any = self.shard.new_empty(()).expand(shape).as_subclass(Ungathered)
+        element = self.shard.new_empty(())
+        found: Any
+        if type(element) in TRACED:
+            found = _TENSOR._make_wrapper_subclass(FakeUngathered, shape, dtype=element.dtype, device=element.device)
+        else:
+            found = element.expand(shape).as_subclass(Ungathered)
         found.source = self
         return found
 
@@ -60,3 +66,12 @@ class Ungathered(torch.Tensor):
             "use it in Linears that the plan makes ColwiseParallel(), or leave PrepareModuleInput away and plan those "
             "Linears with input_layouts=Shard(dim)",
         )
+
+
+class FakeUngathered(Ungathered):
+    """Of a fake tensor, as torch.export gives, which cannot become one of another class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any, **more: Any) -> Any:
+        """There because torch asks for it: every use goes to `__torch_function__`."""
+        raise NotImplementedError

@@ -314,3 +314,29 @@ def test_a_plan_is_one_graph() -> None:
         agree(world, torch.compile(split, backend="aot_eager", fullgraph=True), model(), drawn(2, 4, 8))
 
     on_ranks(2, run)
+
+
+def test_a_plan_is_exported() -> None:
+    def run(world: Any) -> None:
+        split, x = pkt.parallelize(model(), world, plan()), drawn(2, 4, 8)
+        del split.mlp.other
+        mine = x.chunk(world.size, 1)[world.rank]
+        program = torch.export.export(split, (mine,))
+        right = model().double()(x.double()).chunk(world.size, 1)[world.rank]
+        near(torch.compile(program.module(), backend="eager")(mine).detach(), right.detach())
+        used = pkt.parallelize(Used(), world, {"": PrepareModuleInput(**GATHER), "up": ColwiseParallel()})
+        with pytest.raises(Exception, match="found add of the input, which is gathered inside the Linears"):
+            torch.export.export(used, (mine,))
+
+    on_ranks(2, run)
+
+
+class Used(nn.Module):
+    """Uses its input beside a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) + x

@@ -105,8 +105,8 @@ class Siblings:
 
     def lay(self) -> None:
         """Put the weights below each other, where they can be."""
-        held = [linear._parameters["weight"] for linear in self.linears]
-        parts = [_memory(linear) for linear in self.linears]
+        held = [linear.held("weight") for linear in self.linears]
+        parts = [_memory(one) for one in held]
         if self.lie and are_below(parts):
             return
         self.lie = len({id(one) for one in held}) == len(held) > 1 and _are_alike(held, parts)
@@ -142,7 +142,8 @@ class Siblings:
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
         if torch.compiler.is_compiling():
             return modes  # see _check_unwritten
-        read = [x, *[_memory(linear) for linear in self.linears]]
+        held = [one for linear in self.linears for one in linear._parameters.values() if one is not None]
+        read = [x, *map(_memory, held)]
         if any(tensor.is_inference() for tensor in read):
             return None
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
@@ -193,10 +194,9 @@ def group(linears: Iterable[Any]) -> None:
             one.siblings = siblings
 
 
-def _memory(linear: Any) -> torch.Tensor:
-    """The tensor that has the elements of this rank's part of the weight."""
-    weight = linear.held("weight")
-    return weight._local_tensor if is_dtensor(weight) else weight
+def _memory(parameter: Any) -> torch.Tensor:
+    """The tensor that has the elements of this rank's part of it."""
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
 
 
 def _are_alike(held: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:

@@ -233,12 +233,13 @@ def test_another_mode(compiles: bool) -> None:
     on_ranks(1, run)
 
 
-def test_weights_that_change_before_a_result_is_taken() -> None:
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_that_change_before_a_result_is_taken(name: str) -> None:
     def run(world: Any) -> None:
         one, x = split(world, heads()), drawn(4, 8)
         one.q(x)
         with torch.no_grad():
-            one.k.weight.add_(1)
+            getattr(one.k, name).add_(1)
         near(one.k(x).detach(), functional.linear(x.double(), one.k.weight.double(), one.k.bias.double()).detach())
 
     on_ranks(1, run)

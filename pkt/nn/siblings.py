@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.nn import functional
 
 from pkt.errors import Unsupported
@@ -127,6 +128,7 @@ class Siblings:
             state = self._state(x)  # of the Linears that are left
             if state is not None and len(self.linears) > 1 and any(one is linear for one in self.linears):
                 self.given, self.ahead = (given, state), list(zip(self.linears, self._products(linear.keep, x, dim)))
+                self._watch(state)
         if torch.compiler.is_compiling():
             torch.ops.pkt.check_unwritten(x, again)
         for one, y in self.ahead:
@@ -141,13 +143,24 @@ class Siblings:
         does not tell of writes."""
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
         if torch.compiler.is_compiling():
-            return modes  # see _check_unwritten
+            return *modes, _compilation()  # in one graph, see _check_unwritten; another one may run after writes
         held = [one for linear in self.linears for one in linear._parameters.values() if one is not None]
         read = [x, *map(_memory, held)]
         if any(tensor.is_inference() for tensor in read):
             return None
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         return *modes, stream, *[tensor._version for tensor in read]
+
+    def _watch(self, state: tuple[Any, ...]) -> None:
+        """Forget the results that wait when a backward pass goes through the others: it frees the graph of all."""
+
+        def passed(grad: torch.Tensor) -> None:
+            if self.given is not None and self.given[1] is state:
+                self.forget()
+
+        for _, y in self.ahead:
+            if y.requires_grad and not torch.compiler.is_compiling():
+                y.register_hook(passed)
 
     def forget(self) -> None:
         """The input was given to all Linears that take it. Those that did not are not expected again."""
@@ -180,6 +193,12 @@ class Siblings:
         biases = None if biases is None else list(autocast(*biases))
         each = all_gather_matmul(flat, [weight.t() for weight in weights], bias=biases, world=world)
         return [rows.from_ranks(y, x.shape, dim, world.size) for y in each]
+
+
+@torch.compiler.assume_constant_result
+def _compilation() -> str:
+    """The name of the graph that the compiler makes."""
+    return str(CompileContext.current_compile_id())
 
 
 def group(linears: Iterable[Any]) -> None:

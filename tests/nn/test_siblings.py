@@ -245,6 +245,46 @@ def test_parameters_that_change_before_a_result_is_taken(name: str) -> None:
     on_ranks(1, run)
 
 
+class Chosen(Heads):
+    """Calls the Linears that it is told to."""
+
+    def forward(self, x: torch.Tensor, names: Any = "qkv") -> torch.Tensor:
+        return torch.cat([getattr(self, name)(x) for name in names], -1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_results_that_wait_at_a_backward_pass(compiles: bool) -> None:
+    """It frees their graph."""
+
+    def run(world: Any) -> None:
+        torch.manual_seed(0)
+        one, exact, x = split(world, Chosen()), heads().double(), drawn(4, 8)
+        call = compiled(one, []) if compiles else one
+        for names in ("qk", "v", "q"):
+            call(x, names).square().sum().backward()
+            Chosen.forward(exact, x.double(), names).square().sum().backward()
+        for name, parameter in one.named_parameters():
+            near(parameter.grad, exact.get_parameter(name.removeprefix("_orig_mod.")).grad, name)
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("name", ["input", "v.weight", "v.bias"])
+def test_writes_between_calls_of_compiled_code(name: str) -> None:
+    """The second call uses no result that waits since the first."""
+
+    def run(world: Any) -> None:
+        torch.manual_seed(0)
+        one, x = split(world, Chosen()), drawn(4, 8)
+        call = compiled(one, [])
+        with torch.no_grad():
+            call(x, "qk")
+            (x if name == "input" else one.get_parameter(name)).mul_(2)
+            near(call(x, "qv"), Chosen.forward(copy.deepcopy(one).double(), x.double(), "qv"))
+
+    on_ranks(1, run)
+
+
 def test_another_input(products: list[tuple[int, ...]]) -> None:
     """Of k and v: q is not expected to take theirs again, nor they q's."""
 

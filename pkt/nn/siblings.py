@@ -171,14 +171,18 @@ class Siblings:
             self.lie = self.lie and True in left and all(left[left.index(True) :][: sum(left)])  # no gap
         self.given, self.ahead = None, []
 
+    def _are_elsewhere(self) -> bool:
+        """Whether compiled code takes other weights: those of an exported program, or of torch.func.functional_call."""
+        exporting = not torch.compiler.is_dynamo_compiling()
+        return exporting or not all(isinstance(one.held("weight"), nn.Parameter) for one in self.linears)
+
     def _products(self, keep: Any, x: torch.Tensor, dim: int | None) -> Sequence[torch.Tensor]:
         compiling, world = torch.compiler.is_compiling(), self.linears[0].world
-        exporting = compiling and not torch.compiler.is_dynamo_compiling()  # what is exported has each weight elsewhere
         if not compiling:
             self.lay()
         weights = [linear.local("weight") for linear in self.linears]
         biases = None if self.linears[0].bias is None else [linear.local("bias") for linear in self.linears]
-        if self.lie and not exporting:
+        if self.lie and not (compiling and self._are_elsewhere()):
             if compiling:
                 torch.ops.pkt.check_below(weights)
             weight = _Joined.apply(*weights) if torch.is_grad_enabled() else _as_one(weights)

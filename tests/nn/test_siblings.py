@@ -285,6 +285,21 @@ def test_writes_between_calls_of_compiled_code(name: str) -> None:
     on_ranks(1, run)
 
 
+def test_functional_calls_with_other_weights() -> None:
+    def run(world: Any) -> None:
+        one, x = split(world, heads()), drawn(4, 8)
+        others = {name: tensor.detach() * 2 for name, tensor in one.named_parameters()}
+
+        def call(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(one, parameters, (x,))
+
+        for each in (call, compiled(call, [])):
+            near(each(others), 4 * wanted(world, heads(), x).detach())
+            near(one(x).detach(), wanted(world, heads(), x).detach())
+
+    on_ranks(1, run)
+
+
 def test_another_input(products: list[tuple[int, ...]]) -> None:
     """Of k and v: q is not expected to take theirs again, nor they q's."""
 

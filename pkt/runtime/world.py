@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import triton.language as tl
@@ -325,9 +325,12 @@ class World:
         CUDA graph."""
         self._check("keep()")
         scope = self._scopes[-1]
-        if key not in scope.kept and self.capturing:
+        if key in scope.kept:
+            return cast(T, scope.kept[key])
+        if self.capturing:
             raise Unsupported.captured(self.rank, key)
-        return scope.keep(key, make)
+        with torch.inference_mode(False):  # later calls, outside of that mode, write to the tensors, too
+            return scope.keep(key, make)
 
     def scratch(self) -> AbstractContextManager[None]:
         """Collective: a scope around a search or an experiment. Operators inside find all that is kept already; what

@@ -204,6 +204,16 @@ def test_a_symmetric_result_needs_no_inbox() -> None:
     on_ranks(2, run)
 
 
+def test_buffers_of_a_call_in_inference_mode_serve_later_calls() -> None:
+    def run(world: Any) -> bool:
+        x, weight = torch.randn(1, 4, 8), torch.randn(8, 4, 2)
+        with torch.inference_mode():
+            first = pkt.matmul_all_to_all(x, weight, mode="unfused")
+        return torch.equal(pkt.matmul_all_to_all(x.requires_grad_(), weight, mode="unfused"), first)
+
+    assert all(pkt.launch(run, 2, device="cpu"))
+
+
 # ----------------------------------------------------------------------------------------------------------- gradients
 def test_the_gradient_of_x_alone_is_one_exchange_with_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the weight, too, is one exchange for both."""

@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of("pkt/nn/siblings.py", "tests/nn/test_siblings.py -k 'another_mode or before_a_result'",
         ("results of another mode are taken", "return *modes, stream,", "return stream,"),
-        ("results of another mode are taken in compiled code", "return modes  # see", "return ()  # see"),
+        ("results of another mode are taken in compiled code", "return *modes, _compilation()", "return (_compilation(),)"),
         ("results of weights that changed are taken", "for tensor in read]", "for tensor in read[:1]]"),
     ),
     *of("pkt/nn/siblings.py", "tests/nn/test_siblings.py -k 'inference_mode or not_alike'",

@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("relaxed reads at gpu scope are forgotten",
          'if not self.m.races or scope == "cta":\n            return\n        put_by',
          'if not self.m.races or scope != "system":\n            return\n        put_by'),
-        ("a signal of the same launch is called stale", "if newest < task.launch.ordinal:", "if newest <= task.launch.ordinal:"),
+        ("a signal of the same launch is called stale", "if newest <= asked.get(wait, 0) < launch:", "if asked.get(wait, 0) < launch:"),
         ("an acquire at gpu scope takes nothing", 'if sync is not None and scope != "cta":', 'if sync is not None and scope == "system":'),
         ("a fence acquires nothing", "task.clock = functools.reduce(self.m.clocks.join, task.unacquired, task.clock)", "pass"),
         ("writes are not held against reads", '            self._check(kind, access, touched, clock, shadow, _READER)\n        if not updates', "        if not updates"),

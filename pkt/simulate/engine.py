@@ -3,7 +3,8 @@
 Ranks are greenlets of one thread. Autograd's engine, the compiler and torch's calls of ops keep what they are doing for
 each thread: if a rank waited for a peer inside one of these, and the peer began one, the engine would run either rank's
 nodes for the other, and torch would abort. So the thread runs the code, and the rank's greenlet leaves and comes back
-for it. Only one of the two runs at a time.
+for it. Only one of the two runs at a time. Autograd numbers its nodes for each thread, and differentiates those with
+higher numbers first: so the numbers go on from thread to thread.
 
 On GPUs torch's own work is ordered after a launch by the stream. Here it is done at once, by code that no watch sees
 (see pkt.simulate.stream), so in such a thread the host waits for each launch.
@@ -35,7 +36,7 @@ class Aside:
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self.thread: int | None = None
         """Where the code runs."""
-        self._ended = False
+        self._ended, self._next = False, 0  # the number of the next node then
         self._result: Any = None
         self._error: BaseException | None = None  # of the code, at the end
         self._thrown: BaseException | None = None  # into the greenlet while the code waited
@@ -46,7 +47,8 @@ class Aside:
         _hold_guard()
         # With the caller's context variables: among them are numpy's, by which kernels do not warn of an overflow.
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(self._body, code, wanted), daemon=True)
+        first = _next_number()
+        thread = threading.Thread(target=context.run, args=(self._body, code, wanted, first), daemon=True)
         thread.start()
         while True:
             self._asked.acquire()
@@ -58,12 +60,14 @@ class Aside:
                 self._thrown = thrown
             self._answered.release()
         thread.join()
+        _number_from(self._next)
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _body(self, code: Callable[[], Any], wanted: modes.Modes) -> None:
+    def _body(self, code: Callable[[], Any], wanted: modes.Modes, first: int) -> None:
         self.thread = threading.get_ident()
+        _number_from(first)
         guard = modes.Guard(wanted)
         try:
             self._result = code()
@@ -71,7 +75,7 @@ class Aside:
             self._error = error
         finally:
             guard.leave()
-            self._ended = True
+            self._ended, self._next = True, _next_number()
             self._asked.release()
 
     def leave(self) -> None:
@@ -81,6 +85,17 @@ class Aside:
         if self._thrown is not None:
             thrown, self._thrown = self._thrown, None
             raise thrown
+
+
+def _next_number() -> int:
+    """That autograd gives the next node which this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _number_from(first: int) -> None:
+    """Give the nodes that this thread makes numbers from `first` on."""
+    for _ in range(first - _next_number()):
+        torch._C._functions.UndefinedGrad()  # a node, which takes a number
 
 
 @functools.cache

@@ -83,6 +83,34 @@ def test_saved_tensor_hooks_are_each_ranks_own(reentrant: bool) -> None:
     assert found == [wanted(r, 3, 2) for r in range(3)]
 
 
+def test_later_nodes_come_first_where_some_code_is_compiled() -> None:
+    """The rank that compiles makes nodes that the others do not make."""
+    order: list[list[str]] = [[], []]
+
+    def main(world: Any) -> None:
+        class Named(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+                ctx.name = name
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> Any:
+                order[world.rank].append(ctx.name)
+                return pkt.all_reduce(grad.clone()), None
+
+        x = torch.ones(2, requires_grad=True)
+        fast = torch.compile(lambda x: pkt.all_gather(x) * 2, backend="eager")
+        results = [Named.apply(x, "first"), Named.apply(fast(x), "second"), Named.apply(x, "third")]
+        (gradient,) = torch.autograd.grad(results[1].square().sum(), x, create_graph=True)
+        results += [Named.apply(gradient, "fourth"), fast(Named.apply(x, "fifth"))]
+        order[world.rank].clear()
+        sum(result.sum() for result in results).backward()
+
+    pkt.launch(main, 2, device="cpu")
+    assert order[0] == order[1], order
+
+
 def test_an_error_in_a_backward_pass_is_the_ranks() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod

@@ -27,8 +27,7 @@ _MOST_ASKED = 1 << 14
 _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
 
 _OF_A_FLAG = (
-    "set a flag by pl.signal or pl.store_release, and poll it by pl.wait or pl.load_acquire; for data, "
-    "put a signal after the first and a wait before the second"
+    "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
 
 _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")

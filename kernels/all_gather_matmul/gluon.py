@@ -22,7 +22,7 @@ time before it begins: so this is for large products.
 
 GATHERED: the launch before has gathered A, for another weight. Nothing is pushed or waited for.
 
-Where A is to be kept (see kept.py), a warp more of each program copies a share of it, as it arrives.
+Where A is to be kept (see kept.py), two warps more of each program, the keeper, copy a share of it as it arrives.
 """
 
 from __future__ import annotations

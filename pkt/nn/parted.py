@@ -1,8 +1,7 @@
 """The columns of one result as results of their own: `parted`.
 
-Its gradient is one tensor, in which those of the parts lie side by side. Of a `cat` Inductor makes one kernel that
-decides at each element whose it is, and so reads what all parts are computed from for each of them. Of the op
-`pkt::beside` it makes one that computes each part where it belongs.
+The gradients of the parts lie side by side in one tensor. For torch's `cat` Inductor makes a kernel that computes all
+parts at each element, and stores one of them. For the op `pkt::beside` its kernel stores each part in its place.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FA
 
 _MOST_ASKED = 1 << 14
 _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
-
 _OF_A_FLAG = (
     "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
@@ -292,9 +291,8 @@ class Detector:
                 at = np.flatnonzero(((states == state) & ((entry & touched.bytes) != 0)).reshape(-1))
                 if at.size:
                     narrow = min(both, key=("cta", "gpu", "system").index)
-                    self._report(
-                        "atomic", access, touched.offset(int(at[0])), stamp, "updater", _TOO_NARROW.format(narrow)
-                    )
+                    remedy = _TOO_NARROW.format(narrow)
+                    self._report("atomic", access, touched.offset(int(at[0])), stamp, "updater", remedy)
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:

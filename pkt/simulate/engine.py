@@ -36,7 +36,8 @@ class Aside:
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self.thread: int | None = None
         """Where the code runs."""
-        self._ended, self._next = False, 0  # the number of the next node then
+        self._ended = False
+        self._next = 0  # the number of the next node, at the end
         self._result: Any = None
         self._error: BaseException | None = None  # of the code, at the end
         self._thrown: BaseException | None = None  # into the greenlet while the code waited
@@ -88,7 +89,7 @@ class Aside:
 
 
 def _next_number() -> int:
-    """That autograd gives the next node which this thread makes."""
+    """The number of the next node that this thread makes."""
     return torch._C._autograd._get_sequence_nr()
 
 

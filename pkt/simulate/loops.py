@@ -21,7 +21,7 @@ POLL = 1  # number of the loop inside `tl.atomic_poll`; the loops of sources hav
 SURE = 8  # iterations without a change after which a loop counts as spinning
 # Iterations without a change after which it counts as stuck where a branch around a store or a signal depends on a
 # variable that does change, such as a count of polls: the store may come later, and let another program go on. The same
-# where the words that it loads depend on one. If it looks at random words, it has seen all after 16 times as many.
+# where the variable decides which word it loads. A loop over random words has more iterations, PROBES for each word.
 UNSURE = 512
 PROBES = 16
 # The same where a word that a loop polls changes meanwhile, such as a lock: the loop may have looked at bad moments,
@@ -42,9 +42,7 @@ class _Statement:
     """A statement of a loop's body. A branch or an inner loop has `body` and `orelse`, an assignment has `targets`."""
 
     names: set[str]  # that its expression uses
-    values: set[str] = field(
-        default_factory=set
-    )  # those that it uses elsewhere than in the arguments of loads and atomics
+    values: set[str] = field(default_factory=set)  # those of them outside of arguments of loads and atomics
     expression: int = -1  # its index in Source.expressions
     targets: set[str] = field(default_factory=set)
     changes: bool = False  # it may change memory

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from pkt.kernels.all_gather_matmul import gluon as _gathered
-from pkt.kernels.all_gather_matmul.gluon import Rounds
+from pkt.kernels.all_gather_matmul.gluon_order import Rounds
 from pkt.kernels.matmul_reduce_scatter import gluon as _scattered
 from pkt.runtime.launch.launch import cooperative_launch
 

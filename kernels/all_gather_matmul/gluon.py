@@ -6,11 +6,7 @@ waits until the chunk has arrived; meanwhile the other of the two warps is still
 
 A program that pushes beside its product computes slowly, because its loads queue behind stores that the links hold
 back; and the slowest program decides the time. So these programs push first, wait for nothing while they do, and then
-compute like the others. The tiles are dealt out beforehand:
-
-- In the first `rounds_alone` rounds of tiles the other programs compute alone.
-- After `whole_rounds` rounds, or when fewer tiles are left than programs, each tile is cut in PIECES, so that all
-  programs have a part of the last round.
+compute like the others. `gluon_order` deals the tiles out beforehand.
 
 A row block is signalled in chunks of CHUNK columns. The loader waits chunk by chunk, so a tile begins when its first
 columns are here. The order of pushing follows the order of computing: push_rows row blocks at a time, chunk by chunk.
@@ -22,7 +18,7 @@ time before it begins: so this is for large products.
 
 GATHERED: the launch before has gathered A, for another weight. Nothing is pushed or waited for.
 
-Where A is to be kept (see kept.py), two warps more of each program, the keeper, copy a share of it as it arrives.
+Where A is to be kept, two more warps of each program copy it as it arrives: the keeper, in `gluon_keep`.
 """
 
 from __future__ import annotations
@@ -69,8 +65,6 @@ from ..shared.gluon_warps import (
     Sizes,
     consume,
     first_columns,
-    first_tile,
-    grouped,
     itemsize,
     open_barriers,
     open_outbox,
@@ -79,153 +73,14 @@ from ..shared.gluon_warps import (
 from ..shared.grid import num_programs
 from ..shared.scales import passing, words_of
 from ..shared.tile_product import GatedEpilogue, Tiles, columns_each
+from .gluon_keep import Keep, Keeping, keep_share
+from .gluon_order import Order, Rounds, deal
 from .rules import CALL, PushPlan
 
 LANES = gl.constexpr(2)
 """Warps of a program that push."""
-KEPT = gl.constexpr(32)
-"""Rows of a block of A that the keeper's two warps copy at a time, in the registers that they have."""
 ROLES = gl.constexpr([*REGISTERS.value, 64])
 """Registers of a thread as in `REGISTERS`, and of the keeper."""
-
-
-class Keeping(NamedTuple):
-    """Where A is while it is gathered, and where it is kept."""
-
-    shard_ptr: Any  # (m, K) this rank's
-    inbox_ptr: Any  # (size, m, K) this rank's, as copies.Gathering has it
-    whole_ptr: Any  # (size, m, K) this rank's
-
-
-# ------------------------------------------------------------------------------------------------------- order
-@aggregate
-class Order:
-    """Which tile a number stands for, and where its rows of A come from."""
-
-    rank: gl.tensor
-    m: gl.tensor  # rows of a shard
-    num_m: gl.tensor  # row blocks of a shard
-    num_n: gl.tensor
-    K: gl.tensor
-    push_rows: gl.tensor  # row blocks that are pushed, or copied, and computed together
-    SIZE: gl.constexpr
-    GROUP: gl.constexpr
-    CHUNK: gl.constexpr  # columns of A
-    COPIED: gl.constexpr
-    GATHERED: gl.constexpr
-
-    @gluon.jit
-    def chunks(self):
-        """How many chunks a row block has."""
-        return gl.cdiv(self.K, self.CHUNK)
-
-    @gluon.jit
-    def tile(self, t):
-        """Tile t: (source, row block, column, whether it is of the own shard). The own shard comes first. Then come
-        push_rows row blocks of every peer at a time, in the order of their arrival: they are pushed to all peers at
-        once, or copied to one after the other."""
-        own = t < self.num_m * self.num_n
-        own_i, own_j = grouped(gl.minimum(t, self.num_m * self.num_n - 1), self.num_m, self.num_n, self.GROUP)
-        others: gl.constexpr = max(self.SIZE - 1, 1)
-        q = gl.maximum(t - self.num_m * self.num_n, 0)
-        tiles = others * self.num_n * self.push_rows
-        first = (q // tiles) * self.push_rows
-        rows = gl.minimum(self.num_m - first, self.push_rows)
-        if self.COPIED:
-            turn = (q % tiles) // (rows * self.num_n)
-            source = gl.where(own, self.rank, (self.rank + others - turn) % self.SIZE)
-            i, j = grouped((q % tiles) % (rows * self.num_n), rows, self.num_n, self.GROUP)
-        else:
-            cells = rows * others
-            source = gl.where(own, self.rank, (self.rank + 1 + (q % tiles) % cells % others) % self.SIZE)
-            i = (q % tiles) % cells // others
-            j = (q % tiles) // cells
-        i = gl.where(own, own_i, first + i)
-        j = gl.where(own, own_j, j)
-        return source, i, j, own
-
-    @gluon.jit
-    def task(self, t):
-        """Task t of pushing: (row block, chunk). push_rows row blocks are pushed at a time, chunk by chunk."""
-        first = (t // (self.push_rows * self.chunks())) * self.push_rows
-        rows = gl.minimum(self.num_m - first, self.push_rows)
-        t = t % (self.push_rows * self.chunks())
-        return first + t % rows, t // rows
-
-    @gluon.jit
-    def counter(self, source, i):
-        """The place of the counter for the first chunk of row block i of a source's shard."""
-        together = self.push_rows if self.COPIED else 1
-        return source * (gl.cdiv(self.num_m, together) * self.chunks()) + i // together * self.chunks()
-
-
-@aggregate
-class Rounds:
-    """This program's share of tiles of one width, in rounds of one tile a program. The programs that push are left out
-    of the first `alone` rounds, in which their places are no tiles."""
-
-    begin: gl.tensor  # the first place: round * num_programs + first_tile()
-    stop: gl.tensor  # behind the last place
-    offset: gl.tensor  # the tile at place 0
-    alone: gl.tensor
-    num_comm: gl.tensor  # programs that push
-    order: Order
-    PIECES: gl.constexpr  # that each tile is cut in
-
-    @gluon.jit
-    def first(self):
-        return self.begin
-
-    @gluon.jit
-    def end(self):
-        return self.stop
-
-    @gluon.jit
-    def tile(self, place):
-        """The tile at a place, as order.tile has it; its column counts tiles of this width."""
-        place -= gl.minimum(place // gl.num_programs(0), self.alone) * self.num_comm
-        source, i, j, own = self.order.tile(self.offset + place // self.PIECES)
-        return source, i, j * self.PIECES + place % self.PIECES, own
-
-    @gluon.jit
-    def column(self, place):
-        """See `consume`: this rank finishes every tile."""
-        _, _, j, _ = self.tile(place)
-        return 2 * j + 1
-
-    @gluon.jit
-    def rows(self, place):
-        """See `consume`: a part of A is a shard."""
-        source, i, _, _ = self.tile(place)
-        return source, i
-
-
-@gluon.jit
-def deal(num_comm, rounds_alone, whole_rounds, order, PIECES: gl.constexpr):
-    """This program's Rounds of whole tiles, at most `whole_rounds` of them, and those of the other tiles, each cut in
-    PIECES. The programs that push are left out of the first `rounds_alone` rounds."""
-    tiles = order.SIZE * order.num_m * order.num_n
-    programs = gl.num_programs(0)
-    computing = programs - num_comm
-    alone = gl.minimum(gl.minimum(rounds_alone, whole_rounds), tiles // gl.maximum(computing, 1))
-    left = tiles - alone * computing
-    joined = gl.minimum(whole_rounds - alone, left // programs)
-    cut = left - joined * programs if PIECES > 1 else 0
-    late = gl.minimum(gl.maximum(rounds_alone - alone - joined, 0), cut * PIECES // gl.maximum(computing, 1))
-    pushes = gl.program_id(0) < num_comm
-    begin = gl.where(pushes, alone * programs, 0) + first_tile()
-    begin_cut = gl.where(pushes, late * programs, 0) + first_tile()
-    whole = Rounds(begin, tiles - cut + alone * num_comm, 0, alone, num_comm, order, 1)
-    return whole, Rounds(begin_cut, cut * PIECES + late * num_comm, tiles - cut, late, num_comm, order, PIECES)
-
-
-@aggregate
-class Work:
-    """Tiles of one width, and what they go through."""
-
-    rounds: Rounds
-    ring: Ring
-    outbox: Outbox
 
 
 # ------------------------------------------------------------------------------------------------------ pushing
@@ -337,40 +192,16 @@ def _push(index, lane, a, push, order, signals):
                 gl.atomic_add(other, 1, sem="relaxed", scope="sys")
 
 
-# ------------------------------------------------------------------------------------------------------ keeping
-@aggregate
-class Keep:
-    """`Keeping`, whose pointers are None where A is not kept, in blocks of rows and columns."""
-
-    shard: gl.tensor
-    inbox: gl.tensor
-    whole: gl.tensor
-    BLOCK_M: gl.constexpr
-    BLOCK_K: gl.constexpr
-    RUN: gl.constexpr  # elements in 16 bytes, of which rows of A have a whole number
-
-    @gluon.jit
-    def copy(self, source, i, k, order):
-        """Keep row block i of a source's shard, from column k on, which is here."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, self.RUN], [4, 8], [gl.num_warps(), 1], [1, 0])
-        row = gl.arange(0, KEPT, layout=gl.SliceLayout(1, LAYOUT))
-        column = gl.arange(0, self.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
-        runs = order.K // self.RUN
-        offset = row[:, None] * (runs * self.RUN) + column[None, :]
-        inside = (column // self.RUN < runs - k // self.RUN)[None, :]
-        given = gl.where(source == order.rank, self.shard, self.inbox + self.place(source, 0, order))
-        for first in range(i * self.BLOCK_M, (i + 1) * self.BLOCK_M, KEPT):
-            there = (row < order.m - first)[:, None] & inside
-            values = gl.load(given + self.place(0, first, order) + k + offset, mask=there)
-            gl.store(self.whole + self.place(source, first, order) + k + offset, values, mask=there)
-
-    @gluon.jit
-    def place(self, source, row, order):
-        """Where a row of a source's shard begins, in elements."""
-        return gl.cast(source * order.m + row, gl.int64) * (order.K // self.RUN * self.RUN)
-
-
 # ------------------------------------------------------------------------------------------------------- roles
+@aggregate
+class Work:
+    """Tiles of one width, and what they go through."""
+
+    rounds: Rounds
+    ring: Ring
+    outbox: Outbox
+
+
 @gluon.jit
 def _load_rounds(step, work, a, inbox, b, signals):
     rounds = work.rounds
@@ -452,20 +283,6 @@ def _store(a, c, c_part, push, whole, cut, signals):
         _store_rounds(step, n, cut, c_part)
 
 
-@gluon.jit
-def _keep(keep, order, signals):
-    if keep.whole is not None:
-        units = gl.cdiv(order.K, keep.BLOCK_K)
-        blocks = order.num_m * units
-        for t in range(gl.program_id(0), order.SIZE * blocks, gl.num_programs(0)):
-            source = (order.rank + order.SIZE - t // blocks) % order.SIZE  # in the order of their arrival
-            i = t % blocks // units
-            k = t % units * keep.BLOCK_K
-            if source != order.rank:
-                pl.wait(signals.ptr + order.counter(source, i) + k // order.CHUNK, signals.epoch, signals.world)
-            keep.copy(source, i, k, order)
-
-
 # ------------------------------------------------------------------------------------------------------ kernel
 @gluon.jit(do_not_specialize=["num_comm", "rounds_alone", "whole_rounds", "push_rows"])
 def gluon_push_kernel(
@@ -532,7 +349,7 @@ def gluon_push_kernel(
             (_compute, (1, whole, cut, finish)),
             (_load, (a, inbox, b, b_part, push, whole, cut, signals)),
             (_store, (a, c, c_part, push, whole, cut, signals)),
-            (_keep, (keep, order, signals)),
+            (keep_share, (keep, order, signals)),
         ],
         [num_warps, 1, 1, 2],
         ROLES,

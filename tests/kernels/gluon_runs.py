@@ -19,6 +19,7 @@ from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
 
 warps = pytest.importorskip("pkt.kernels.shared.gluon_warps")
 from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
+from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order  # noqa: E402
 from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
 
@@ -26,6 +27,8 @@ BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step 
 HALF, SWIZZLED = (BM // 2, BN), 2
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
 
+PUSH = [warps, gluon_order, gluon_keep, push]
+"""The modules of all-gather + matmul."""
 Functions = dict[str, Any]
 Broken = Callable[[Functions], None]
 
@@ -34,7 +37,7 @@ Broken = Callable[[Functions], None]
 def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broken | None) -> tuple[Machine, Functions]:
     """A machine, and the functions of a form to run there."""
     machine = Machine(size, programs, seed)
-    functions = as_python([warps, module], machine)
+    functions = as_python(PUSH if module is push else [warps, module], machine)
     functions["SWIZZLED"] = SWIZZLED  # tiles are small here
     functions["KEPT"] = BM // 2
     if broken:
@@ -128,7 +131,7 @@ def run_push(
             Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
             bias(weight.shape[1], finish), None, None,
-            push.Keeping(*map(flat, (a[rank][e], inbox[rank], wholes[rank][e]))) if keep else None,
+            gluon_keep.Keeping(*map(flat, (a[rank][e], inbox[rank], wholes[rank][e]))) if keep else None,
             warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows, world(rank, size, e),
             constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
         )  # fmt: skip

@@ -10,17 +10,17 @@ from triton.runtime.jit import JITFunction
 from pkt.kernels.all_gather_matmul.rules import CUTS
 
 from .gluon_machine import Machine, as_python
-from .gluon_runs import push, scatter, two_shot, warps
+from .gluon_runs import PUSH, push, scatter, two_shot, warps
 
 
 def test_a_role_takes_at_most_eight_values():
     """And so does each function and method that the roles call."""
-    for module in (warps, push, scatter, two_shot):
+    for module in (*PUSH, scatter, two_shot):
         aggregates = [value for value in vars(module).values() if hasattr(value, "__triton_aggregate__")]
         named = [item for where in (module, *aggregates) for item in vars(where).items()]
         counts = {name: len(f.arg_names) for name, f in named if isinstance(f, JITFunction)}
         kernels = {name for name in counts if name.endswith("_kernel")}
-        assert len(kernels) == (module is not warps)
+        assert len(kernels) == (module in (push, scatter, two_shot))
         assert max(counts[name] for name in counts.keys() - kernels) <= 8, counts
 
 
@@ -28,7 +28,7 @@ def test_a_role_takes_at_most_eight_values():
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_copied_tiles_come_in_the_order_of_the_copies(size):
     """Copies go to rank + 1 first, in groups of row blocks: each group to every peer, then the next group."""
-    functions = as_python([warps, push], Machine(1, 1, 0))
+    functions = as_python(PUSH, Machine(1, 1, 0))
     num_m, num_n, push_rows = 5, 3, 2
     for rank in range(size):
         order = functions["Order"](rank, 8 * num_m, num_m, num_n, 16, push_rows, size, 2, 8, True, False)
@@ -47,7 +47,7 @@ def test_every_tile_and_every_part_once(programs, pieces):
     them."""
     machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
     here = SimpleNamespace(program=0)
-    functions = as_python([warps, push], Machine(1, programs, 0))
+    functions = as_python(PUSH, Machine(1, programs, 0))
     functions["gl"].program_id = lambda axis: here.program
     functions["gl"].num_programs = lambda axis: machine.programs
     for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):

@@ -45,7 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of("kernels/matmul_reduce_scatter/plain.py", "tests/kernels/test_gradients.py -k of_a_block",
         ("a recorded backward pass keeps what has no gradient", " and not torch.is_grad_enabled()", ""),
     ),
-    *of("kernels/all_gather_matmul/gluon.py", "tests/kernels/test_gluon_orders.py -k kept",
+    *of("kernels/all_gather_matmul/gluon_keep.py", "tests/kernels/test_gluon_orders.py -k kept",
         ("A is kept before it is here", "            if source != order.rank:\n                pl.wait", "            if False:\n                pl.wait"),
         ("this rank's shard is kept from the inbox", "gl.where(source == order.rank, self.shard, ", "gl.where(False, self.shard, "),
         ("rows behind a shard's last are kept over the next one's", "(row < order.m - first)", "(row < order.m + 1 - first)"),

@@ -20,7 +20,7 @@ from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
 from .agreement import world_of
-from .shared.tile_product import GatedEpilogue, activate, columns_each, finished, store_tile, tile_pointers
+from .shared.tile_product import GatedEpilogue, activate, columns_each, finished, normal_tail, store_tile, tile_pointers
 
 ACTIVATIONS = ("swiglu", "silu", "gelu", "relu")
 BLOCK = (8, 256)
@@ -106,7 +106,7 @@ def _derived(x, grad, ACTIVATION: tl.constexpr):
         return tl.where(x <= 0, 0.0, grad)
     elif ACTIVATION == "gelu":
         density = tl.exp(-0.5 * x * x) * 0.3989422804014327
-        return grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
+        return grad * (tl.where(x < 0, normal_tail(x), 1.0 - normal_tail(x)) + x * density)
     elif ACTIVATION == "silu":
         return grad * _silu_slope(x)
     else:

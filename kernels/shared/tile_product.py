@@ -129,13 +129,26 @@ def columns_each(epilogue):
     return 2 if epilogue == "swiglu" else 1
 
 
+FAR = tl.constexpr(8.0)
+"""Where `normal_tail` is less than 1e-15."""
+
+
+@triton.jit
+def normal_tail(x):
+    """How much of the normal distribution lies beyond |x|, fp32: 2 to the power of a polynomial in |x|. Times |x| it is
+    within 1.2e-8, but for rounding. Takes a third of the instructions of erf, so kernels compile in less time."""
+    a = tl.minimum(tl.abs(x), FAR)
+    p = 0.00718868115 + a * (-0.000235861055 + a * (-0.000144299846 + a * (3.04122758e-05 - a * 2.07629242e-06)))
+    return tl.exp2(-1.0 + a * (-1.15110765 + a * (-0.4591831 + a * (-0.0525788475 + a * p))))
+
+
 @triton.jit
 def activate(x, EPILOGUE: tl.constexpr):
     """The epilogue of `x`, fp32. What is not a number stays so."""
     if EPILOGUE == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif EPILOGUE == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        x = tl.where(x < 0, 0.0, x) - tl.minimum(tl.abs(x), FAR) * normal_tail(x)
     elif EPILOGUE == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif EPILOGUE == "swiglu":

@@ -139,8 +139,8 @@ def finished_bound(
     exact: torch.Tensor, error: torch.Tensor, bias: torch.Tensor | None, epilogue: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     """How far a finished result may be from the exact one, if its sum is off by `error`. Adding the bias rounds once.
-    The factor 1 + erf of gelu and the divisor 1 + exp of silu are off by about 2^-22, which moves the result by less
-    than 2^-20 |x|. The result is rounded once, to `dtype`."""
+    The tail of gelu and the divisor 1 + exp of silu are off by about 2^-22, which moves the result by less than
+    2^-20 |x|. The result is rounded once, to `dtype`."""
     x = exact if bias is None else exact + bias.double()
     size = x.abs() + error
     error = SLOPE[epilogue] * (error + 2.0**-24 * size) + (2.0**-20 * size if epilogue in ("gelu", "silu") else 0)

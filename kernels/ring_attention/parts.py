@@ -153,16 +153,17 @@ class Ring:
         moves = [copies.sending(self.world, boxes, to) for to in inboxes]
         return (*moves, copies.telling(self.world, peer, self.counters, at))
 
-    def send(self, to: Sequence[copies.Send], *tensors: torch.Tensor) -> None:
-        """Queue what `to_peer` made, behind what the current stream has so far."""
+    def send(self, sends: Sequence[Sequence[copies.Send]], *tensors: torch.Tensor) -> None:
+        """Queue what `to_peer` made, behind what the current stream has so far. Also where there is nothing to send the
+        other stream goes on behind that: else a graph that is captured would not have it, and `end` could not wait."""
         with self.side.behind() as stream:
-            for move, x in zip(to, (*tensors, self.this), strict=True):
-                move(x, stream)
+            for to in sends:
+                for move, x in zip(to, (*tensors, self.this), strict=True):
+                    move(x, stream)
 
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Send all keys and values."""
-        for to in self.sends:
-            self.send(to, k, v)
+        self.send(self.sends, k, v)
 
     def await_(self, at: int) -> None:
         """The current stream goes on when counter `at` has the number of this launch."""
@@ -226,7 +227,7 @@ def planned_backward(call: Call) -> Launch:
                 dq, *of_keys = kernel.gradients(
                     grad, mine, keys, values, whole, lse[:, :, seen.queries], False, scale
                 )  # fmt: skip
-                ring.send(to, *of_keys)
+                ring.send([to], *of_keys)
                 totals[0][:, seen.queries] += dq
                 sent.append(of_keys)
             for distance, seen in ring.seeing:  # so each sum has one order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.ring_attention import exact, rules, sequence
+from pkt.kernels.ring_attention import exact, parts, rules, sequence
 from pkt.kernels.ring_attention.merge import merge_kernel
 from pkt.kernels.ring_attention.parts import ROWS as ROWS_MERGED
 from pkt.kernels.ring_attention.parts import rectangle
@@ -279,6 +280,31 @@ def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules.default_backward(planned(4096, dlse=torch.empty(1, 16, 4096))) == "fused"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert (rules.default(planned(4096)), rules.default_backward(planned(4096))) == ("parts", "fused")
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (2, 3), (0, 3)])
+def test_what_is_sent_goes_on_behind_the_current_stream_also_if_it_is_nothing(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int
+) -> None:
+    """The last rank has nobody who sees its keys. A graph that is captured must have the other stream before a wait for
+    it."""
+    done: dict[int, list[str]] = {}
+
+    class Side:
+        def __init__(self, world: Any) -> None:
+            calls = done[world.rank] = []
+            self.behind = lambda: calls.append("behind") or nullcontext()
+            self.mark = lambda: calls.append("mark")
+            self.reach = lambda mark: calls.append("reach")
+
+    monkeypatch.setattr(parts.copies, "Side", Side)
+
+    def run(world: Any) -> None:
+        x = torch.randn(1, 4, 2, 8)
+        pkt.ring_attention(x, x, x, causal=True, mode="parts")
+
+    on_ranks(size, run)
+    assert done[rank] == ["behind", "mark", "reach"]
 
 
 @pytest.mark.parametrize("mode", ["fused", "unfused"])

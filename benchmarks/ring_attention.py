@@ -95,6 +95,7 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
         found[f"{mode}, {BOTH}"] = functools.partial(trained, both, q, k, v)
     if not q.is_cuda:
         return found
+    found["gluon"] = functools.partial(call, mode="gluon")
     for tiles in TILES:
         found[f"fused {'x'.join(map(str, tiles))}"] = functools.partial(call, mode="fused", tiles=tiles)
     if world.size > 1:

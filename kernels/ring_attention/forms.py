@@ -7,6 +7,7 @@ fused: programs 0 .. num_comm_sms - 1 store this rank's keys and values, chunk b
     and result in registers over the keys of all ranks: own keys first, then chunk by chunk those of the peers. A
     program that has pushed its share computes, too. Chunks that a mask or a window hides from a peer are not sent.
 copy: the same, but the copy engines push, on a stream of their own.
+gluon: the same as copy, with the kernel of gluon.py.
 unfused: pkt's all-gather of keys and values, then the same kernel without waits.
 parts: the copy engines push, whole ranks at a time, and torch attends to own keys, then to each rank's as they arrive.
     A kernel merges the results. See parts.py.
@@ -20,7 +21,8 @@ seen not to, in bf16 and with the default tiles; no test holds that for every D.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,6 +51,8 @@ from .planning import (
     ARGUMENTS,
     CALL,
     CHUNK,
+    GLUON_CHUNK,
+    GLUON_TILES,
     NUM_COMM_SMS,
     Plan,
     of_heads,
@@ -73,7 +77,7 @@ def ring_attention(
     window: tuple[int, int] | None = None,
     length: int | None = None,
     return_lse: bool = False,
-    mode: Literal["fused", "copy", "unfused", "parts"] | None = None,
+    mode: Literal["fused", "copy", "gluon", "unfused", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -103,10 +107,12 @@ def ring_attention(
     mode: a form that the top of kernels/ring_attention/forms.py describes. Where None, the one of "fused" and "parts"
         with the least predicted time (kernels/ring_attention/rules.py). "parts" is torch's attention by cuDNN or
         FlashAttention. On GPUs it takes bf16 and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or
-        padding.
+        padding. "gluon" takes bf16 and fp16, D of 64 and 128, no cu_seqlens or padding, and zigzag rows that are a
+        multiple of 256; on sm_90, with Triton 3.6.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
-    "fused" and "copy", rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries
-    of a task and keys of a step, powers of two from 16. The same on every rank.
+    "fused" and "copy", rounded up to BLOCK_N; by default 512. In "gluon" by default 2048, rounded up to 128. tiles:
+    (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16; not of
+    "gluon" and "parts". The same on every rank.
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. In "parts" this is up to torch, and the result over each rank's keys is rounded once more. A row
@@ -180,7 +186,25 @@ def _fused(call: Call) -> Launch:
 
 
 def _copied(call: Call) -> Launch:
-    world, plan = call.world, planned(call)
+    plan, programs = planned(call), num_programs(call.world, _tasks(call, planned(call)))
+
+    def attention_to(keys: SymmetricTensor, values: SymmetricTensor, counters: SymmetricTensor) -> Launch:
+        buffers = {"k_inbox_ptr": keys, "v_inbox_ptr": values, "ready_ptr": counters}
+        return _attention(call, plan, "copied", programs, **buffers)
+
+    return _copying(call, plan, attention_to)
+
+
+def _gluon(call: Call) -> Launch:
+    from .gluon import planned_attention
+
+    plan = planned(call, GLUON_TILES)
+    return _copying(call, plan, functools.partial(planned_attention, call, plan))
+
+
+def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Launch:
+    """Copy engines push, and attention_to(keys, values, counters) waits for it. Collective."""
+    world = call.world
     (b, s, run), (keys, values) = (call["b"], call["s"], call["g"] * call["d"]), windows(call)
     rank, size, chunks = world.rank, world.size, len(plan.pieces)
     counters = _counters(call, plan, "copied", b, s, run)
@@ -196,15 +220,7 @@ def _copied(call: Call) -> Launch:
             moves = [copies.sending(world, boxes, inbox) for inbox in (keys, values)]
             parts.append((*moves, copies.telling(world, peer, counters, at)))
     this = this_launch.plain()
-    compute = _attention(
-        call,
-        plan,
-        "copied",
-        num_programs(world, _tasks(call, plan)),
-        k_inbox_ptr=keys,
-        v_inbox_ptr=values,
-        ready_ptr=counters,
-    )
+    compute = attention_to(keys, values, counters)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
@@ -294,6 +310,10 @@ OPERATOR = Operator(
         "copy": Form(
             in_one_call(_copied), "push by the copy engines, on a stream of its own", "2 (W - 1) |k|",
             settings={"chunk": CHUNK, **TILES}, small={"chunk": 16, **SMALL},
+        ),
+        "gluon": Form(
+            in_one_call(_gluon), "`copy`, with the kernel in specialised warps", "2 (W - 1) |k|",
+            fits=rules.fits_gluon, settings={"chunk": GLUON_CHUNK}, gpu=True,
         ),
         "unfused": Form(
             in_one_call(_unfused), "`pkt.all_gather` of keys and values, then the kernel without waits",

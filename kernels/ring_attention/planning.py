@@ -21,6 +21,8 @@ from .sequence import LAYOUTS, View
 CALL = "ring_attention"
 NUM_COMM_SMS = 16
 CHUNK = 512
+GLUON_TILES = attention.Tiles(128, 128)
+GLUON_CHUNK = 2048
 
 
 # --------------------------------------------------------------------------------------------------------- checks
@@ -65,9 +67,10 @@ class Plan(NamedTuple):
         return len(self.pieces) if self.needs else 0
 
 
-def planned(call: Call) -> Plan:
-    """Views, chunks and tasks of a call."""
-    world, s, tiles, layout = call.world, call["s"], call["tiles"], call["layout"]
+def planned(call: Call, tiles: attention.Tiles | None = None) -> Plan:
+    """Views, chunks and tasks of a call. tiles: None for the setting."""
+    world, s, layout = call.world, call["s"], call["layout"]
+    tiles = tiles or call["tiles"]
     rank, size = world.rank, world.size
     view = view_of(s, size, call["causal"], call["window"], call["length"])
     most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n

@@ -1,4 +1,4 @@
-"""The rule for the form: where "parts" is predicted to take less time than "fused", on GPUs like the H200."""
+"""Where the form "gluon" runs, and the rule for the form, on GPUs like the H200."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 from pkt.model.gpu import H200
 
 from ..declaration import Call
+from ..shared.gluon_fits import missing_anywhere
 from .parts import fits
+from .planning import GLUON_TILES
 
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's."""
@@ -17,8 +19,29 @@ BACKWARD = 260e12, 460e12
 with a causal mask (`ring_attention_1.json`)."""
 
 
+def fits_gluon(call: Call) -> str:
+    """Why the Gluon kernel cannot compute a call; "" where it can. It reads whole blocks of keys. So what lies behind
+    the last key of a part must be no other key, which may be no number: its value, too, is multiplied, with 0."""
+    if lacks := missing_anywhere(call.world):
+        return lacks
+    s, twice = call["s"], 2 * GLUON_TILES.block_n
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"{call.dtype}, not bfloat16 or float16"
+    if call["d"] not in (64, 128):
+        return f"D {call['d']}, not 64 or 128"
+    if call["cu_seqlens"] is not None:
+        return "cu_seqlens, which the Gluon kernel does not take"
+    if call["length"] not in (None, call.world.size * s):
+        return f"length {call['length']} of {call.world.size * s} positions, and the Gluon kernel knows no padding"
+    if call["layout"] == "zigzag" and s % twice:
+        return f"zigzag layout with {s} rows, not a multiple of {twice}"
+    return ""
+
+
 def default(call: Call) -> str:
-    """The form of the forward pass with the least predicted time."""
+    """The form of the forward pass with the least predicted time; "gluon" where torch's attention cannot compute it."""
+    if not call.given and fits(call) and not fits_gluon(call):
+        return "gluon"
     # A part of the result is written and read by the merge.
     return _quicker(call, *FORWARD, products=2, moved=2 * call.dtype.itemsize)
 

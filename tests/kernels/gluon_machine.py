@@ -33,12 +33,11 @@ class Stuck(AssertionError):
 
 
 class Tile:
-    """A block of values, or an accumulator with products under way."""
+    """A block of values, or an accumulator."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data = data
         self.type = SimpleNamespace(layout="registers")
-        self.products: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,18 +61,44 @@ class Tile:
     def __lt__(self, bound: float) -> np.ndarray:
         return self.data < bound
 
+    def __eq__(self, value: Any) -> Any:
+        return self.data == value
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __neg__(self) -> Tile:
         return Tile(-self.data)
 
-    def __truediv__(self, divisor: float) -> Tile:
-        return Tile(self.data / divisor)
+    def __truediv__(self, other: Any) -> Tile:
+        return Tile(self.data / _data(other))
 
-    def __mul__(self, other: Tile) -> Tile:
-        return Tile(self.data * other.data)
+    def __mul__(self, other: Any) -> Tile:
+        return Tile(self.data * _data(other))
+
+    def __add__(self, other: Any) -> Tile:
+        return Tile(self.data + _data(other))
+
+    def __sub__(self, other: Any) -> Tile:
+        return Tile(self.data - _data(other))
 
     def __iadd__(self, other: Tile) -> Tile:
         self.data = self.data + other.data
         return self
+
+
+def _data(x: Any) -> Any:
+    return getattr(x, "data", x)
+
+
+def _apart(of_numbers: Callable, of_arrays: Callable) -> Callable:
+    """A function of numbers, of arrays and of tiles."""
+
+    def call(*args: Any) -> Any:
+        if any(isinstance(x, Tile) for x in args):
+            return Tile(of_arrays(*map(_data, args)))
+        return (of_arrays if any(isinstance(x, np.ndarray) for x in args) else of_numbers)(*args)
+
+    return call
 
 
 class Shared:
@@ -187,13 +212,27 @@ def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
 
 def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray) -> None:
     data, offsets = pointers
+    mask = np.broadcast_to(mask, offsets.shape)
     data[offsets[mask]] = values.data[mask]
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, np.ndarray):
-        return Tile(np.where(condition, getattr(x, "data", x), getattr(y, "data", y)))
+        return Tile(np.where(condition, _data(x), _data(y)))
     return x if condition else y
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+_minimum, _maximum = _apart(min, np.minimum), _apart(max, np.maximum)
+
+
+def _numbers_where(condition: Any, x: Any, y: Any) -> Any:
+    """Of integers, arrays of them too, which are no tiles."""
+    found = _where(condition, x, y)
+    return found.data if isinstance(found, Tile) and not isinstance(x, Tile) and not isinstance(y, Tile) else found
 
 
 class Warps:
@@ -203,6 +242,7 @@ class Warps:
         self.rank, self.program = rank, program
         self.ready: Callable[[], bool] | None = None
         self.stores: list[dict[str, bool]] = []  # commit groups, oldest first
+        self.products: list[tuple[Tile, np.ndarray, np.ndarray]] = []  # of the tensor cores, oldest first
         self.name = ""
         self.greenlet = greenlet(run, machine.hub)
 
@@ -315,7 +355,11 @@ class Machine:
         gl = SimpleNamespace(
             constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
-            cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=_where,
+            cdiv=_cdiv, minimum=_minimum, maximum=_maximum, where=_where,
+            max=lambda tile, axis: Tile(tile.data.max(axis)), sum=lambda tile, axis: Tile(tile.data.sum(axis)),
+            exp2=lambda tile: Tile(np.exp2(tile.data)), log2=lambda tile: Tile(np.log2(tile.data)),
+            full=lambda shape, value, *_: Tile(np.full(shape, value, np.float32)),
+            DotOperandLayout=lambda *_: None,
             cast=lambda x, dtype: x if isinstance(x, np.ndarray) else int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
             NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
@@ -323,7 +367,10 @@ class Machine:
             arange=lambda begin, end, layout: np.arange(begin, end), load=_load, store=_put,
             allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
         )  # fmt: skip
-        tl = SimpleNamespace(where=_where, exp=lambda tile: 0.0)  # so that silu(x) is x, exactly
+        tl = SimpleNamespace(
+            where=_numbers_where, exp=lambda tile: 0.0,  # so that silu(x) is x, exactly
+            cdiv=_cdiv, minimum=_minimum, maximum=_maximum,
+        )  # fmt: skip
         tma = SimpleNamespace(
             async_copy_global_to_shared=self._load,
             async_copy_shared_to_global=lambda d, at, part: self._store(d, at, part, False),
@@ -422,19 +469,18 @@ class Machine:
 
         self.until(ready)
 
-    def _mma(self, a: Shared, b: Shared, acc: Tile, is_async: bool, use_acc: bool = True) -> Tile:
+    def _mma(self, a: Shared | Tile, b: Shared, acc: Tile, is_async: bool, use_acc: bool = True) -> Tile:
         if not use_acc:
             acc = Tile(np.zeros_like(acc.data))
-        acc.products.append((a.data, b.data))
+        self.here.products.append((acc, a.data, b.data))
         return acc
 
-    def _mma_wait(self, outstanding: int, deps: tuple[Tile, ...]) -> Tile:
-        (acc,) = deps
+    def _mma_wait(self, outstanding: int, deps: tuple[Tile, ...]) -> Any:
         self.pause()
-        while len(acc.products) > outstanding:
-            a, b = acc.products.pop(0)
+        while len(self.here.products) > outstanding:
+            acc, a, b = self.here.products.pop(0)
             acc.data = acc.data + a @ b
-        return acc
+        return deps[0] if len(deps) == 1 else deps
 
 
 def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable]:

@@ -22,13 +22,17 @@ from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
 from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order  # noqa: E402
 from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
+from pkt.kernels.ring_attention import exact, sequence  # noqa: E402
+from pkt.kernels.ring_attention import gluon as ring  # noqa: E402
+from pkt.kernels.ring_attention import kernel as ring_kernel  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step of B was
 HALF, SWIZZLED = (BM // 2, BN), 2
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
 
-PUSH = [warps, gluon_order, gluon_keep, push]
-"""The modules of all-gather + matmul."""
+PARTS = {push: [gluon_order, gluon_keep], ring: [ring_kernel]}
+"""More modules of a kernel."""
+PUSH = [warps, *PARTS[push], push]
 Functions = dict[str, Any]
 Broken = Callable[[Functions], None]
 
@@ -37,7 +41,7 @@ Broken = Callable[[Functions], None]
 def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broken | None) -> tuple[Machine, Functions]:
     """A machine, and the functions of a form to run there."""
     machine = Machine(size, programs, seed)
-    functions = as_python(PUSH if module is push else [warps, module], machine)
+    functions = as_python([warps, *PARTS.get(module, ()), module], machine)
     functions["SWIZZLED"] = SWIZZLED  # tiles are small here
     functions["KEPT"] = BM // 2
     if broken:
@@ -321,3 +325,79 @@ def run_two_shot(
 def run_landed(*args: int, **options: Any) -> None:
     """run_two_shot with outputs that peers cannot reach."""
     run_two_shot(*args, copied=True, **options)
+
+
+# -------------------------------------------------------------------------------------------------- ring_attention
+def run_ring(
+    size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
+    B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
+    chunk: int = 8, together: int = 1, stages: int = 2,
+) -> None:  # fmt: skip
+    """Attention of each rank's S queries to the keys of all ranks, in tiles of BM queries and BK keys."""
+    machine, functions = ready(ring, size, programs, seed, broken)
+    rng, layout = np.random.default_rng(seed), "zigzag" if zigzag else "contiguous"
+    view = exact.view_of(S, size, causal, window, None)
+    pieces = [sequence.pieces(S, layout, rank, size, chunk) for rank in range(size)]
+    at = np.concatenate([sequence.positions(S, layout, rank, size) for rank in range(size)]).reshape(size, S)
+    chunks, others = len(pieces[0]), max(size - 1, 1)
+    inboxes = [[poison(others * B, S, KV * D) for _ in range(size)] for _ in "kv"]
+    counters = [np.zeros((size - 1) * B * chunks + 1, np.int64) for _ in range(size)]
+    q, k, v = (
+        [[rng.standard_normal((B, S, heads * D)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
+        for heads in (H, KV, KV)
+    )
+    outs = [[poison(B, S, H * D) for _ in range(launches)] for _ in range(size)]
+    lses = [[poison(B, H, S) for _ in range(launches)] for _ in range(size)]
+
+    def begin(rank: int, e: int, program: int) -> None:
+        """As forms._copying does: wait for this launch on every rank, then copy each chunk to the peers that need
+        it."""
+        if program == 0:
+            counters[rank][-1] += 1
+        machine.until(lambda: all(c[-1] == e + 1 for c in counters))
+
+        def copy(i: int, c: int, d: int) -> None:
+            piece, peer = pieces[rank][c], (rank + d) % size
+            rows = slice(piece.row, piece.row + piece.rows)
+            for inbox, x in zip(inboxes, (k, v)):
+                inbox[peer][(d - 1) * B + i, rows] = x[rank][e][i, rows]
+            counters[peer][((d - 1) * B + i) * chunks + c] = e + 1
+
+        def engine() -> None:
+            for i, c, d in product(range(B), range(chunks), range(1, size)):
+                if sequence.needed(pieces[rank][c], view, S, layout, (rank + d) % size, size):
+                    machine.copied(lambda i=i, c=c, d=d: copy(i, c, d))
+
+        if program == 0:
+            machine.start(rank, 0, engine)
+
+    def launch(rank: int, e: int) -> Callable[[int], None]:
+        p = ring_kernel.Attention(
+            *[None] * 4, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank), *[None] * 3,
+            B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,
+        )  # fmt: skip
+        keys = [Descriptor(x, 1, BK, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
+        arguments = (Descriptor(q[rank][e], 1, BM // 2, D), *keys, p, together, world(rank, size, e), stages, 4)
+
+        def body(program: int) -> None:
+            begin(rank, e, program)
+            functions["gluon_attention_kernel"](*arguments)
+
+        return body
+
+    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    for e, rank, b, h in product(range(launches), range(size), range(B), range(H)):
+        mine, of_keys = slice(h * D, h * D + D), slice(h // (H // KV) * D, h // (H // KV) * D + D)
+        keys, values = (np.concatenate([x[r][e][b, :, of_keys] for r in range(size)]) for x in (k, v))
+        scores = q[rank][e][b, :, mine].astype(float) @ keys.T * D**-0.5
+        distance = at.reshape(1, -1) - at[rank][:, None]
+        scores[(distance < -view.left) | (distance > view.right)] = -np.inf
+        lse = np.log(np.exp(scores).sum(1))
+        assert_near(outs[rank][e][b, :, mine], np.exp(scores - lse[:, None]) @ values)
+        assert_near(lses[rank][e][b, h], lse)
+
+
+def assert_near(found: np.ndarray, exact: np.ndarray) -> None:
+    """But for rounding in fp32. Raises Wrong."""
+    if not np.allclose(found, exact, rtol=1e-4, atol=1e-4):
+        raise Wrong(f"{np.abs(found - exact).max()}")

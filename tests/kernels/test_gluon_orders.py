@@ -2,7 +2,7 @@
 
 import pytest
 
-from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_two_shot
+from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_ring, run_two_shot
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 PLANS = [
@@ -75,6 +75,23 @@ def test_two_shot(size, M, N, K, lag):
     for seed in range(4):
         run_two_shot(size, M, N, K, 1 + seed, seed, lag=lag)
         run_landed(size, M, N // 2 * 2, K, 1 + seed, seed, lag=lag)
+
+
+# ----------------------------------------------------------------------------------------------------- ring_attention
+@pytest.mark.parametrize(
+    ("size", "S", "H", "KV"), [(1, 19, 2, 1), (2, 16, 2, 2), (2, 13, 2, 1), (3, 8, 1, 1), (4, 21, 2, 1)]
+)
+@pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}, {"window": (9, -1)}])
+def test_ring(size, S, H, KV, told):
+    """Ragged rows, and chunks that a mask or a window hides from a peer, which does not wait for them."""
+    for seed in range(3):
+        run_ring(size, S, H, KV, 1 + seed, seed, B=1 + seed % 2, together=1 + seed, **told)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_zigzag_ring(size):
+    for seed in range(4):
+        run_ring(size, 16, 2, 1, 1 + seed, seed, zigzag=True, chunk=4 * (1 + seed % 2), causal=seed != 3)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

@@ -14,6 +14,7 @@ from .gluon_runs import (
     run_landed,
     run_parcels,
     run_push,
+    run_ring,
     run_short_push,
     run_two_shot,
 )
@@ -29,6 +30,11 @@ def without(name, *path):
             functions[name] = lambda *args, **kwargs: None
 
     return broken
+
+
+def run_small_ring(size, S, N, K, *args, **options):
+    """run_ring of two heads."""
+    run_ring(size, S, 2, 1, *args, **options)
 
 
 def goes_wrong(run, seeds, *sizes, **options):
@@ -50,6 +56,11 @@ def goes_wrong(run, seeds, *sizes, **options):
 @pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot, run_landed])
 def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
     assert goes_wrong(run, range(6), 3, 16, 16, 16, broken=broken)
+
+
+@pytest.mark.parametrize("broken", [without("pl", "wait"), without("mbarrier", "wait")], ids=["wait", "mbarrier.wait"])
+def test_a_kind_of_wait_that_is_left_out_of_a_ring_is_found(broken):
+    assert goes_wrong(run_small_ring, range(6), 3, 16, 0, 0, broken=broken)
 
 
 def skipping(name, attribute, line, seen):
@@ -93,12 +104,14 @@ def skipping(name, attribute, line, seen):
         (run_landed, "pl", "wait", 2),
         (run_landed, "mbarrier", "wait", 8),
         (run_landed, "gl", "atomic_add", 2),
+        (run_small_ring, "pl", "wait", 1),
+        (run_small_ring, "mbarrier", "wait", 2),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
     lines: set = set()
     run(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
-    lines = {line for line in lines if line[1] != "in_turn"}  # a wait that only saves time
+    lines = {line for line in lines if line[1] not in ("in_turn", "begin_scores")}  # these only save time
     assert len(lines) == places
     for line in lines:
         broken = skipping(name, attribute, line, set())

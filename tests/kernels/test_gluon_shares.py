@@ -10,17 +10,17 @@ from triton.runtime.jit import JITFunction
 from pkt.kernels.all_gather_matmul.rules import CUTS
 
 from .gluon_machine import Machine, as_python
-from .gluon_runs import PUSH, push, scatter, two_shot, warps
+from .gluon_runs import PUSH, push, ring, scatter, two_shot, warps
 
 
 def test_a_role_takes_at_most_eight_values():
     """And so does each function and method that the roles call."""
-    for module in (*PUSH, scatter, two_shot):
+    for module in (*PUSH, ring, scatter, two_shot):
         aggregates = [value for value in vars(module).values() if hasattr(value, "__triton_aggregate__")]
         named = [item for where in (module, *aggregates) for item in vars(where).items()]
         counts = {name: len(f.arg_names) for name, f in named if isinstance(f, JITFunction)}
         kernels = {name for name in counts if name.endswith("_kernel")}
-        assert len(kernels) == (module in (push, scatter, two_shot))
+        assert len(kernels) == (module in (push, ring, scatter, two_shot))
         assert max(counts[name] for name in counts.keys() - kernels) <= 8, counts
 
 

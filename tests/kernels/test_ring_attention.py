@@ -265,7 +265,7 @@ def planned(rows: int, size: int = 2, given: dict[str, int] | None = None, **nam
     x = torch.empty(1, dtype=torch.bfloat16).expand(1, rows, 16, 128)
     tensors = {"q": x, "k": x, "v": x, "cu_seqlens": named.pop("cu_seqlens", None), "dlse": named.pop("dlse", None)}
     arguments = {"causal": False, "layout": "zigzag", "scale": None, "window": None, "length": None, **named}
-    call = Call("", SimpleNamespace(size=size), tensors, arguments, given or {}, None)  # type: ignore[arg-type]
+    call = Call("", SimpleNamespace(size=size, torch_device="cpu"), tensors, arguments, given or {}, None)  # type: ignore[arg-type]
     call.sizes = {"b": 1, "s": rows, "h": 16, "g": 16, "d": 128}
     return call
 
@@ -280,6 +280,38 @@ def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules.default_backward(planned(4096, dlse=torch.empty(1, 16, 4096))) == "fused"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert (rules.default(planned(4096)), rules.default_backward(planned(4096))) == ("parts", "fused")
+
+
+def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "gluon" where torch's attention cannot compute a call and the kernel can."""
+    monkeypatch.setattr(rules, "missing_anywhere", lambda world: "")
+    assert rules.default(planned(4096)) == "parts"
+    assert (
+        rules.default(planned(4096, window=(9, 0)))
+        == rules.default(planned(64, window=(9, 0), layout="contiguous"))
+        == "gluon"
+    )
+    for rows, named in (
+        (64, {"window": (9, 0)}),
+        (4096, {"cu_seqlens": torch.tensor([0, 8192])}),
+        (4096, {"length": 5}),
+    ):
+        assert rules.default(planned(rows, **named)) == "fused"
+        assert rules.fits_gluon(planned(rows, **named))
+    assert not rules.fits_gluon(planned(4096, causal=True, length=8192))
+    wide = planned(4096, window=(9, 0))
+    wide.sizes["d"] = 256
+    assert rules.fits_gluon(wide) == "D 256, not 64 or 128"
+
+
+def test_gluon_is_refused_where_it_does_not_run() -> None:
+    q, k, v = (xs[0] for xs in operands(6, rows=4, size=1))
+
+    def run(world: Any) -> None:
+        with pytest.raises(pkt.Unsupported, match="mode='gluon'.*found the simulator, and Gluon is compiled only"):
+            pkt.ring_attention(q, k, v, mode="gluon")
+
+    on_ranks(1, run)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (2, 3), (0, 3)])

@@ -29,6 +29,7 @@ UNINTERRUPTED = 4096  # accesses of one program before it must let others run
 POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
 REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
 ALONE = 1 << 20  # iterations of a `while` without an access after which it counts as endless: some 8 seconds
+_LOOKING = frozenset({"load_acquire", "load_relaxed", "test"})  # calls of pkt.language that look at a flag once
 
 
 class Accesses:
@@ -53,7 +54,9 @@ class Accesses:
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
         at = site() if self.m.races else None  # here, where fewer frames lie in between
-        kind = POLLING if self.m.current.looking and self._decides() else "load"
+        kind = "volatile load" if volatile else "load"
+        if self.m.current.looking:
+            kind = self._polls(kind)
         before_read = self._before_poll if volatile else self._before_read
         for access, _ in parts:
             if access.region.kind == "signals":
@@ -165,11 +168,13 @@ class Accesses:
         else:
             looking.pop()
 
-    def _decides(self) -> bool:
-        """Whether the program is in an expression that decides when one of its loops ends."""
+    def _polls(self, kind: str, call: str = "") -> str:
+        """The kind of an access, which polls if it helps to decide when a loop of the current program ends. So does one
+        of a `call` in pkt.language that looks at a flag."""
         task = self.m.current
         looking = ((task.loops.get(number), at) for expressions in task.looking for number, at in expressions)
-        return any(loop is not None and at in loop.slice.expressions for loop, at in looking)
+        decides = any(loop is not None and at in loop.slice.expressions for loop, at in looking)
+        return POLLING + kind if decides or call in _LOOKING else kind
 
     def _saw(self, access: Access | None, values: Any) -> None:
         """Note the values that an expression which decides about loops has loaded."""
@@ -289,7 +294,7 @@ class Accesses:
         """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
         self._charge(access)
-        self.detector.look(access, "volatile load", at)
+        self.detector.look(access, kind, at)
         words = words_of(access)
         access.region.waited.update(words)
         self.detector.read_relaxed(words, "system")

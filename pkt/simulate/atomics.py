@@ -172,7 +172,7 @@ class Atomics(Accesses):
                 if failed and len(failed) == len(words):
                     self.detector.look(access, "failed CAS")
                 else:
-                    self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
+                    self.detector.write(access, self._polls("atomic", at.call), is_async=False, at=at, scope=scope)
                 self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1

@@ -19,7 +19,7 @@ from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
 FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put to another node
-POLLING = "polling load"  # a plain one that decides when a loop ends
+POLLING = "polling "  # begins the kind of a load or an atomic that looks at a flag
 FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FAR_PUT: findings.OvertakenPut}
 """The race with an access of such a kind that came first."""
 
@@ -28,6 +28,8 @@ _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other ou
 _OF_A_FLAG = (
     "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
+_UPDATES = frozenset({"atomic", POLLING + "atomic", "TMA reduce"})
+_LOOKS_AT_FLAGS = POLLING, "wait", "failed CAS"  # so do accesses whose kinds begin like these
 
 _WRITER, _READER, _CHANGES = ("writer",), ("reader",), ("writer", "updater")
 
@@ -201,7 +203,7 @@ class Detector:
         region = access.region
         if not m.races or region.kind == "local":
             return
-        updates = kind in ("atomic", "TMA reduce")
+        updates = kind in _UPDATES
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         role = "updater" if updates else "writer"
         if updates and scope != task.scope and not is_async:  # so that all updates of a stamp have one scope
@@ -314,7 +316,7 @@ class Detector:
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
-        if made is findings.DataRace and POLLING in (kind, first_kind):
+        if made is findings.DataRace and any(k.startswith(_LOOKS_AT_FLAGS) for k in (kind, first_kind)):
             remedy = remedy or _OF_A_FLAG
         error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
         if task.satisfied_by is not None:

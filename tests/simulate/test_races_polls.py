@@ -119,6 +119,51 @@ def test_a_race_of_a_plain_poll_says_how_to_poll(seed: int, loop: bool) -> None:
 
 
 @triton.jit
+def polls_atomically(flag, x, out, world, HOW: tl.constexpr, MENDED: tl.constexpr):
+    if world.rank == 0:
+        pl.store(x, 1, 1, world)
+        if MENDED:
+            pl.store_release(flag, 1, 1, world)
+        else:
+            pl.store(flag, 1, 1, world)
+    else:
+        if HOW == "load_acquire":
+            seen = pl.load_acquire(flag, 1, world)
+            while seen != 1:
+                seen = pl.load_acquire(flag, 1, world)
+        elif HOW == "cas":
+            while pl.atomic_cas(flag, 1, 0, 1, world) != 1:
+                pass
+        elif HOW == "add":
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != 1:
+                pass
+        elif HOW == "volatile":
+            while tl.load(flag, volatile=True) != 1:
+                pass
+            pl.fence()
+        else:
+            pl.wait(flag, 1, world)
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("how", ["load_acquire", "cas", "add", "volatile", "wait"])
+def test_a_race_of_a_poll_with_a_plain_store_says_how_to_set_a_flag(how: str) -> None:
+    def main(world: Any, mended: bool) -> None:
+        flag = pkt.signals(1) if how == "wait" else pkt.zeros(1, dtype=torch.int32)
+        x, out = pkt.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        polls_atomically[(1,)](flag, x, out, world.device, how, mended)
+        assert out.item() == world.rank
+
+    found = failures(main, 2, range(7), args=(False,))
+    assert len(found) == 7
+    for error in found.values():
+        message = str(error)
+        assert "store of rank 1's" in message
+        assert "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release" in message
+    assert_right(main, 2, (True,), range(7))
+
+
+@triton.jit
 def elect(x, lock, count, flags, out, world, HOW: tl.constexpr):
     """Ranks 0 and 1 store data and try to take the lock on rank 2, which reads once the winner has it and both have
     counted. The loser's CAS publishes nothing, so its count must."""

@@ -28,6 +28,8 @@ _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other ou
 _OF_A_FLAG = (
     "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
+_OF_ONE_PROGRAM = "call pl.quiet() between the two"
+_OF_TMA = "put pl.signal after the first and pl.wait before the second: other atomics do not order TMA"
 _UPDATES = frozenset({"atomic", POLLING + "atomic", "TMA reduce"})
 _LOOKS_AT_FLAGS = POLLING, "wait", "failed CAS"  # so do accesses whose kinds begin like these
 
@@ -63,6 +65,13 @@ def accessed(task: Any, kind: str, tensor: str, at: Site) -> wording.Access:
 def _reaches(scope: str, one: Any, other: Any) -> bool:
     """Whether an atomic access at `scope` of one program is atomic for the other program, too."""
     return scope == "system" or (scope == "gpu" and one.rank == other.rank)
+
+
+def _remedy(*kinds: str) -> str:
+    """What mends a race of accesses of these kinds by two programs; "" for what mends most."""
+    if any(kind.startswith(_LOOKS_AT_FLAGS) for kind in kinds):
+        return _OF_A_FLAG
+    return _OF_TMA if any(kind.startswith("TMA") for kind in kinds) else ""
 
 
 class Detector:
@@ -316,8 +325,8 @@ class Detector:
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
-        if made is findings.DataRace and any(k.startswith(_LOOKS_AT_FLAGS) for k in (kind, first_kind)):
-            remedy = remedy or _OF_A_FLAG
+        if made is findings.DataRace:
+            remedy = remedy or (_OF_ONE_PROGRAM if author is task else _remedy(kind, first_kind))
         error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
         if task.satisfied_by is not None:
             error.add_note(task.satisfied_by)

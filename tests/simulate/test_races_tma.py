@@ -76,6 +76,7 @@ def test_the_end_of_a_launch_waits_for_tma_stores() -> None:
 
 def test_a_raw_release_does_not_wait_for_tma_stores() -> None:
     race = find_race(tile_out_main, args=("no drain",))
+    assert "put pl.signal after the first and pl.wait before the second" in str(race)
     assert {race.first.kind, race.second.kind} == {"TMA store", "load"}
     wrong = failures(tile_out_main, 2, SEEDS, args=("no drain",), races=False)
     assert any("wrong values" in str(e) for e in wrong.values())
@@ -114,6 +115,7 @@ def test_a_wait_orders_tma_loads_too(how: str) -> None:
 
 def test_a_raw_acquire_does_not_order_tma_loads() -> None:
     race = find_race(tile_in_main, args=("raw",))
+    assert "put pl.signal after the first and pl.wait before the second" in str(race)
     assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
     assert line_of(tile_in, "desc.load") in (race.first.site, race.second.site)
 
@@ -138,6 +140,32 @@ def test_a_programs_own_tma_load_after_its_store_needs_a_fence() -> None:
     assert_right(main, 1, args=(True,))
     race = find_race(main, 1, args=(False,))
     assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
+    assert "call pl.quiet() between the two" in str(race)
+
+
+@triton.jit
+def own_store(x, out, world, AGAIN: tl.constexpr, QUIET: tl.constexpr):
+    o = tl.arange(0, 256)
+    desc = tl.make_tensor_descriptor(x, [16, 16], [16, 1], [16, 16])
+    desc.store([0, 0], tl.full((16, 16), 4, tl.int32))
+    if QUIET:
+        pl.quiet()
+    if AGAIN == "load":
+        tl.store(out + o, tl.load(x + o))
+    elif AGAIN == "TMA load":
+        tl.store(out + o, desc.load([0, 0]).reshape((256,)))
+    else:
+        desc.store([0, 0], tl.full((16, 16), 5, tl.int32))
+
+
+@pytest.mark.parametrize("again", ["load", "TMA load", "TMA store"])
+def test_a_program_that_races_with_its_own_tma_store_is_told_to_call_quiet(again: str) -> None:
+    def main(world: Any, quiet: bool) -> None:
+        x, out = pkt.zeros((16, 16), dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+        own_store[(1,)](x, out, world.device, again, quiet)
+
+    assert "call pl.quiet() between the two" in str(find_race(main, 1, args=(False,)))
+    assert_right(main, 1, args=(True,))
 
 
 @triton.jit

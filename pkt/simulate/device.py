@@ -6,6 +6,7 @@ its own. This file has the waits, the fences and the drain.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,9 @@ class SimulatedDevice(Flagged, Multimem, Far):
             task.clock[task.column + 1] = task.async_clock
 
     def spinning(self, task: Any) -> Waiting:
-        """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value, and for the
-        smallest of several: counters grow, and flags begin at 0. A loop that polls no memory waits on a variable."""
+        """The Waiting of a program that polls in a loop of its own. Where its condition compares no word with a number,
+        it is taken to wait for another value, and for the smallest of several words: counters grow, and flags begin at
+        0. A loop that polls no memory waits on a variable."""
         loop = task.spins or next(reversed(task.loops.values()), None)
         launch = None if task.is_host else task.launch.ordinal
         at = host_call(task.greenlet.gr_frame)[1] if task.is_host else site_of(task)
@@ -168,7 +170,12 @@ class SimulatedDevice(Flagged, Multimem, Far):
         found = min(values)
         access, address = words[values.index(found)]
         region, counter = access.region, access.region.element(address)
-        return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)
+        want, compare = found, "ne"
+        ending = loop.slice.ending if loop is not None and len(words) == 1 else None
+        number = ending and ending.number(user_frame(task.greenlet.gr_frame))
+        if ending is not None and number is not None and not getattr(operator, ending.compare)(found, number):
+            want, compare = number, ending.compare
+        return Waiting(task.rank, task.program, task.name, counter, want, found, compare, str(at), launch, region.rank)
 
 
 def _variable(task: Any, loop: Loop | None) -> tuple[str, Any]:

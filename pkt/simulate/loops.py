@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from pkt.simulate.ending import Ending, ending
+
 POLL = 1  # number of the loop inside `tl.atomic_poll`; the loops of sources have greater ones
 SURE = 8  # iterations without a change after which a loop counts as spinning
 # Iterations without a change after which it counts as stuck where a branch around a store or a signal depends on a
@@ -60,6 +62,7 @@ class Slice:
     expressions: frozenset[int]
     guards: tuple[str, ...]
     guarding: frozenset[int]
+    ending: Ending | None = None  # the comparison that ends it
 
 
 class Source:
@@ -69,6 +72,7 @@ class Source:
         self.assigned = assigned
         self.expressions: list[ast.expr] = []
         self.constants: list[Any] = []
+        self.ending = ending(loop, _finds)
         self.test = self._statement(loop.test)
         self.body = self._read(loop.body)
         self.slices: dict[tuple, Slice] = {}
@@ -84,7 +88,7 @@ class Source:
             self._walk(self.body, [], taken, assignments, around)
             decides = self._closure([self.test], assignments, lambda s: s.values)
             guards = self._closure([self.test, *around], assignments, lambda s: s.names)
-            self.slices[key] = Slice(*decides, *guards)
+            self.slices[key] = Slice(*decides, *guards, self.ending)
         return self.slices[key]
 
     def _walk(self, body: list, around: list, taken: dict, assignments: list, guards: list) -> None:

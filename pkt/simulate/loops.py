@@ -249,7 +249,12 @@ class HostLoop(Loop):
 
     @property
     def spins(self) -> bool:
-        return super().spins or self.again >= COUNTED_POLLS
+        return super().spins or self.again >= HOST_POLLS
+
+    @property
+    def pauses(self) -> bool:
+        """Whether other tasks run before the next read."""
+        return super().spins or not self.turns % UNPAUSED
 
     def stuck(self, machine: Any) -> bool:
         same = self.round_same >= HOST_POLLS or self.again >= COUNTED_POLLS
@@ -263,7 +268,7 @@ class HostLoop(Loop):
             if len(self.known) == _MOST:
                 self.known.clear()
             self.known.add(self.seen)
-        return super().turned(decides, guards) or self.again >= COUNTED_POLLS
+        return super().turned(decides, guards) or self.again >= HOST_POLLS
 
 
 def digest(value: Any, depth: int = 3) -> Any:

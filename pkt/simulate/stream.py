@@ -19,7 +19,7 @@ from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
-from pkt.simulate.loops import POLL, UNPAUSED, HostLoop, Slice
+from pkt.simulate.loops import POLL, HostLoop, Slice
 from pkt.simulate.memory import Place, Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.sites import host_state
@@ -159,7 +159,7 @@ class Stream:
         try:
             m.finish_launches()  # other tasks may run here: so outside the `with`, whose effect is the thread's
             loop = task.loops.get(POLL)
-            if loop is not None and (loop.spins or not loop.turns % UNPAUSED):
+            if isinstance(loop, HostLoop) and loop.pauses:
                 m.pause()
             with torch._C.DisableTorchFunctionSubclass():
                 written = self._written(name, args, kwargs)

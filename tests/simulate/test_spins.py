@@ -459,6 +459,23 @@ def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str, monkey
     ]
 
 
+@pytest.mark.parametrize("seed", [3, 6, 9])  # one rank is slow
+def test_a_slow_rank_goes_on_where_host_code_counts_its_polls(seed: int) -> None:
+    polls = []
+
+    def main(world: Any) -> None:
+        flags = pkt.signals(1, unwaited=True)
+        for n in range(3):
+            tell_peer[(1,)](flags, world.device)
+            polls.append(0)
+            while flags[0].item() <= n:
+                polls[-1] += 1
+            world.barrier()
+
+    assert outcome(main, 2, seed).failure is None
+    assert max(polls) < 2 * HOST_POLLS
+
+
 def test_host_code_may_read_the_same_often_while_others_wait() -> None:
     def main(world: Any) -> None:
         x = pkt.zeros(1)

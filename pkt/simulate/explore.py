@@ -15,7 +15,7 @@ from pkt.errors import RankFailed, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.world import check_counts, check_flags, check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Change, Faults, Loss, Mutant, Signal, Site
-from pkt.simulate.findings import DataRace
+from pkt.simulate.findings import DataRace, Deadlock
 from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS
@@ -270,8 +270,10 @@ class _Runs:
                     known = seen.setdefault(_same(failure), failure)
                     if known is failure:
                         report.findings.append(Found(seed, failure))
-                    for note in set(getattr(failure, "__notes__", ())) - set(getattr(known, "__notes__", ())):
-                        known.add_note(note)  # a cause that shows in this schedule only
+                    # A cause may show in this schedule only. Notes of a deadlock are about the ranks of its schedule.
+                    notes = () if isinstance(failure, Deadlock) else getattr(failure, "__notes__", ())
+                    for note in set(notes) - set(getattr(known, "__notes__", ())):
+                        known.add_note(note)
                 if len(report.findings) >= max_findings:
                     break
         return census
@@ -316,10 +318,12 @@ class _Ran:
 
 
 def _same(failure: Exception) -> Hashable:
-    """Equal for two failures that are one finding: a race whatever its ranks and its direction, else an equal text,
-    apart from the seed."""
+    """Equal for two failures that are one finding: a race whatever its ranks and its direction, a deadlock in the same
+    lines whatever the ranks, the programs and the counters, else an equal text, apart from the seed."""
     if isinstance(failure, DataRace):
         return failure.pair
+    if isinstance(failure, Deadlock) and failure.waits:
+        return type(failure), frozenset((wait.kernel, wait.site) for wait in failure.waits)
     return failure.traceback if isinstance(failure, RankFailed) else str(failure)
 
 

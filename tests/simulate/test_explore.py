@@ -360,6 +360,32 @@ def test_a_race_is_one_finding_whatever_the_ranks_and_the_direction() -> None:
     assert simulate(to_all_main, 3, seeds=40, args=(True,), heap="1MiB").ok
 
 
+@triton.jit
+def only_two(tickets, world, LINES: tl.constexpr):
+    """All but the first two to come wait for ever, the last one in another line if LINES is 2."""
+    ticket = pl.atomic_add(tickets, 1, 0, world)
+    if ticket == 3 and LINES == 2:
+        while pl.load_acquire(tickets + 2, 0, world) == 0:
+            pass
+    elif ticket >= 2:
+        while pl.load_acquire(tickets + 1, 0, world) == 0:
+            pass
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_deadlock_is_one_finding_whatever_the_ranks(lines: int) -> None:
+    def main(world: Any) -> None:
+        only_two[(1,)](pkt.zeros(3, dtype=torch.int32), world.device, lines)
+
+    deadlocks = [outcome(main, 4, seed).failure for seed in range(40)]
+    assert len({str(error) for error in deadlocks}) >= 4
+    (found,) = simulate(main, 4, seeds=40, heap="1MiB").findings
+    assert isinstance(found.failure, Deadlock)
+    assert len({wait.site for wait in found.failure.waits}) == lines
+    (returned,) = found.failure.__notes__  # none of another schedule
+    assert not any(str(wait.rank) in returned for wait in found.failure.waits)
+
+
 def test_two_races_of_one_tensor_are_two_findings() -> None:
     @triton.jit
     def twice(x, world):

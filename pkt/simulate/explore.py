@@ -319,12 +319,16 @@ class _Ran:
 
 def _same(failure: Exception) -> Hashable:
     """Equal for two failures that are one finding: a race whatever its ranks and its direction, a deadlock in the same
-    lines whatever the ranks, the programs and the counters, else an equal text, apart from the seed."""
+    lines whatever the ranks, the programs and the counters, an exception of the same lines whatever its values, else an
+    equal text, apart from the seed."""
     if isinstance(failure, DataRace):
         return failure.pair
     if isinstance(failure, Deadlock) and failure.waits:
         return type(failure), frozenset((wait.kernel, wait.site) for wait in failure.waits)
-    return failure.traceback if isinstance(failure, RankFailed) else str(failure)
+    if isinstance(failure, RankFailed):
+        lines = failure.traceback.splitlines()
+        return tuple(line for line in lines if line.startswith("  File ")) or failure.traceback
+    return str(failure)
 
 
 def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:

@@ -386,6 +386,24 @@ def test_a_deadlock_is_one_finding_whatever_the_ranks(lines: int) -> None:
     assert not any(str(wait.rank) in returned for wait in found.failure.waits)
 
 
+def test_a_failed_assertion_is_one_finding_whatever_its_values() -> None:
+    @triton.jit
+    def take(tickets, out, world):
+        tl.store(out, pl.atomic_add(tickets, 1, 0, world))
+
+    def main(world: Any, second: bool) -> None:
+        tickets, out = pkt.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        take[(1,)](tickets, out, world.device)
+        if second:
+            assert world.rank != 2 or out.item() == 2, f"took {out.item()}"
+        assert out.item() == world.rank, f"rank {world.rank} took {out.item()}"
+
+    errors = {str(outcome(main, 4, seed, (False,)).failure) for seed in range(20)}
+    assert len(errors - {"None"}) >= 4
+    assert [type(f.failure) for f in simulate(main, 4, seeds=20, args=(False,), heap="1MiB").findings] == [RankFailed]
+    assert len(simulate(main, 4, seeds=20, args=(True,), heap="1MiB").findings) == 2  # of two lines
+
+
 def test_two_races_of_one_tensor_are_two_findings() -> None:
     @triton.jit
     def twice(x, world):

@@ -127,12 +127,28 @@ def _deadlock(machine: Any, spinning: list[Task]) -> Exception:
     # A program waits for launches as old as its own. If all ranks have made these, no call is missing.
     calls_differ = not waits or len({host.launches for host in machine.hosts}) > 1
     error = Deadlock.among(waits, whereabouts(machine) if blocked else None, calls_differ)
+    for note in _behind(machine):
+        error.add_note(note)
     finished = [h.rank for h in machine.hosts if h.task.greenlet.dead]
     if finished and not blocked:
         error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
     if machine.lost:
         error.add_note(str(lose))
     return error
+
+
+def _behind(machine: Any) -> list[str]:
+    """A note for each kernel that waits while its rank has other kernels in its queue, which may be what it needs."""
+    behind: dict[str, dict[str, None]] = {}
+    for launch, queue in ((host.launch, host.queue) for host in machine.hosts if host.launch is not None):
+        names = dict.fromkeys(later.name for later in queue if later.name != launch.name)
+        behind[launch.name] = behind.get(launch.name, {}) | names
+    texts = {name: " and ".join(names) for name, names in behind.items() if names}
+    return [
+        f"{name} must end before {later} can begin on the same rank: if {name} waits for a signal of {later}, launch "
+        f"{later} first"
+        for name, later in texts.items()
+    ]
 
 
 def _planned_on_some(machine: Any, waits: list[Waiting]) -> CollectiveMismatch | None:

@@ -79,6 +79,32 @@ def test_a_read_on_the_host_waits_for_the_launches_of_its_rank(between: str) -> 
     assert [type(error) for error in found.values()] == [Deadlock] * 3
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("first", ["await_signal", "send_signal"])
+def test_a_deadlock_names_the_kernels_that_wait_behind(first: str, seed: int) -> None:
+    """On GPUs the two may run on two streams."""
+
+    def main(world: Any) -> None:
+        flags, out = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        if first == "send_signal":
+            send_signal[(1,)](flags, world.device)
+        if world.rank == 0:
+            await_signal[(1,)](flags, out, world.device)
+            await_signal[(1,)](flags, out, world.device)
+        if first == "await_signal" and world.rank == 0:
+            send_signal[(1,)](flags, world.device)
+
+    error = outcome(main, 2, seed).failure
+    if first == "send_signal":
+        assert error is None
+    else:
+        assert isinstance(error, Deadlock)
+        assert error.__notes__[0] == (
+            "await_signal must end before send_signal can begin on the same rank: "
+            "if await_signal waits for a signal of send_signal, launch send_signal first"
+        )
+
+
 def test_launches_of_a_rank_run_one_after_the_other() -> None:
     @triton.jit
     def double(x, N: tl.constexpr):

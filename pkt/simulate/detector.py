@@ -29,6 +29,7 @@ _OF_A_FLAG = (
     "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
 _OF_ONE_PROGRAM = "call pl.quiet() between the two"
+_OF_HOST_CODE = "call world.barrier() between the two in host code, or order them by a signal and a wait in kernels"
 _OF_TMA = "put pl.signal after the first and pl.wait before the second: other atomics do not order TMA"
 _UPDATES = frozenset({"atomic", POLLING + "atomic", "TMA reduce"})
 _LOOKS_AT_FLAGS = POLLING, "wait", "failed CAS"  # so do accesses whose kinds begin like these
@@ -67,10 +68,14 @@ def _reaches(scope: str, one: Any, other: Any) -> bool:
     return scope == "system" or (scope == "gpu" and one.rank == other.rank)
 
 
-def _remedy(*kinds: str) -> str:
-    """What mends a race of accesses of these kinds by two programs; "" for what mends most."""
+def _remedy(one: Any, other: Any, *kinds: str) -> str:
+    """What mends a race of these programs' accesses of these kinds; "" for what mends most."""
+    if one is other:
+        return _OF_ONE_PROGRAM
     if any(kind.startswith(_LOOKS_AT_FLAGS) for kind in kinds):
         return _OF_A_FLAG
+    if one.is_host or other.is_host:
+        return _OF_HOST_CODE
     return _OF_TMA if any(kind.startswith("TMA") for kind in kinds) else ""
 
 
@@ -326,7 +331,7 @@ class Detector:
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
         if made is findings.DataRace:
-            remedy = remedy or (_OF_ONE_PROGRAM if author is task else _remedy(kind, first_kind))
+            remedy = remedy or _remedy(author, task, first_kind, kind)
         error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
         if task.satisfied_by is not None:
             error.add_note(task.satisfied_by)

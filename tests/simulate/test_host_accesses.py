@@ -75,6 +75,7 @@ def assert_found(kernel: Any, touch: Any, kind: str, ranks: int) -> None:
         assert host.kind == kind
         assert host.site.startswith("test_host_accesses.py:")
         assert f"rank {host.rank} host code at test_host_accesses.py:" in str(race)
+        assert "call world.barrier() between the two in host code" in str(race)
 
 
 @pytest.mark.parametrize("how", WRITES)

@@ -173,8 +173,8 @@ class Accesses:
         of a `call` in pkt.language that looks at a flag."""
         task = self.m.current
         looking = ((task.loops.get(number), at) for expressions in task.looking for number, at in expressions)
-        decides = any(loop is not None and at in loop.slice.expressions for loop, at in looking)
-        return POLLING + kind if decides or call in _LOOKING else kind
+        polls = call in _LOOKING or any(loop is not None and at in loop.slice.expressions for loop, at in looking)
+        return POLLING + kind if polls else kind
 
     def _saw(self, access: Access | None, values: Any) -> None:
         """Note the values that an expression which decides about loops has loaded."""

@@ -12,6 +12,8 @@ from pkt.wording import Access, Waiting, program_text, ranks_text, waiting_table
 class Deadlock(PktError):
     """No program can continue. `.waits` has one `Waiting` a program."""
 
+    waits: list[Waiting]
+
     @classmethod
     def among(
         cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None, calls_differ: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import functools
 import inspect
 import itertools
@@ -107,7 +108,7 @@ def _index(value: Any, name: str) -> Any:
 class _Rewriter(ast.NodeTransformer):
     """Rewrites the statements to which Triton gives another meaning than Python.
 
-    - `x = 3` makes a tensor of the number.
+    - `x = 3` makes a tensor of the number, as do `x += 3` and a choice by a run-time condition.
     - `and` and `or` of run-time values evaluate every operand, because an expression cannot branch.
     - `not` of a block works element by element.
     - After a loop over `range` its index has no value.
@@ -124,6 +125,8 @@ class _Rewriter(ast.NodeTransformer):
         stored = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         assigned = {n.id for n in stored}
         self.indices = _read_after_loops(definition)
+        over = (n.iter for n in ast.walk(definition) if isinstance(n, ast.comprehension))
+        self.iterables = {n for iterable in over for n in ast.walk(iterable)}  # where Python allows no `:=`
         self.loops: dict[ast.While, int] = {}
         for node in ast.walk(definition):
             if isinstance(node, ast.While):
@@ -162,6 +165,16 @@ class _Rewriter(ast.NodeTransformer):
         node.value = _call("tensor", node.value, at=node)
         return node
 
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        total = ast.BinOp(copy.deepcopy(node.target), node.op, node.value)
+        total.left.ctx = ast.Load()  # type: ignore[attr-defined]
+        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], total), node))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        if node.value is None or ast.unparse(node.annotation).split(".")[-1] == "constexpr":
+            return self.generic_visit(node)
+        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
+
     def visit_Return(self, node: ast.Return) -> ast.Return:
         self.generic_visit(node)
         if _returns_tensors() and node.value is not None:
@@ -192,7 +205,18 @@ class _Rewriter(ast.NodeTransformer):
         node.test = _call("true", node.test, at=node)
         return node
 
-    visit_If = visit_IfExp = _condition
+    visit_If = _condition
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.IfExp:
+        if node in self.iterables:
+            return self._condition(node)
+        kept = "__pkt_condition__"
+        node.test = ast.copy_location(ast.NamedExpr(ast.Name(kept, ast.Store()), node.test), node.test)
+        self._condition(node)
+        for name in ("body", "orelse"):
+            value = getattr(node, name)
+            setattr(node, name, _call("chosen", ast.Name(kept, ast.Load()), value, at=value))
+        return node
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         number = self.loops[node]
@@ -253,6 +277,11 @@ def to_tensor(value: Any) -> Any:
     if isinstance(value, (bool, int, float, core.constexpr)):
         return semantic.to_tensor(value, False)
     return same_tuple(value, map(to_tensor, value)) if isinstance(value, tuple) else value
+
+
+def _chosen(condition: Any, value: Any) -> Any:
+    """The value of `value if condition else ...`: by a run-time condition a tensor."""
+    return to_tensor(value) if type(condition) is tl.tensor else value
 
 
 def same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
@@ -361,6 +390,7 @@ NAMES: dict[str, Any] = {
 
 HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,
+    "__pkt_chosen__": _chosen,
     "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
     "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),
     "__pkt_not__": lambda value: semantic.not_(value) if isinstance(value, tl.tensor) else not value,

@@ -1,0 +1,46 @@
+"""Which numbers of a kernel are tensors, whose `//` is that of C, and which stay constants, whose `//` is Python's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tests.simulate.helpers import run
+
+
+@triton.jit
+def updated(out, N: tl.constexpr):
+    tl.store(out, (N - 10) // 4)
+    N -= 10
+    tl.store(out + 1, N // 4)
+    minus: tl.int32 = -7
+    tl.store(out + 2, minus // 4)
+    constant: tl.constexpr = -7
+    tl.store(out + 3, constant // 4)
+
+
+def test_a_constant_that_is_updated_or_assigned_becomes_a_tensor() -> None:
+    out = torch.empty(4, dtype=torch.int32)
+    run(updated, (1,), out, 3)
+    assert out.tolist() == [-2, -1, -1, -2]
+
+
+@triton.jit
+def chosen(out, x, n, N: tl.constexpr):
+    tl.store(out, (7 if n > 5 else -7) // 2)
+    tl.store(out + 1, (7 if N > 5 else -7) // 2)
+    scaled = tl.load(x) * (0.5 if n > 5 else 2.0)
+    tl.static_assert(scaled.dtype == tl.float32)
+    scaled = tl.load(x) * (0.5 if N > 5 else 2.0)
+    tl.static_assert(scaled.dtype == tl.float16)
+    pairs = [a + 1 for a in ((n, n) if N > 5 else (n, 3 * n))]
+    tl.store(out + 2, (pairs[1] if n > 5 else (20 if n > 2 else 10)) + (1 if n > 0 and (0 if n > 9 else 1) > 0 else 0))
+
+
+def test_a_choice_by_a_run_time_condition_is_a_tensor() -> None:
+    out, x = torch.empty(3, dtype=torch.int32), torch.ones(1, dtype=torch.float16)
+    run(chosen, (1,), out, x, 3, 3)
+    assert out.tolist() == [-3, -4, 21]
+    run(chosen, (1,), out, x, 6, 3)
+    assert out.tolist() == [3, -4, 20]

@@ -348,6 +348,9 @@ def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) ->
     first, last = (0, start) if end is None else (start, end)
     bounds = (first, last, 1 if step is None else step)
     numbers = [v if type(v) is int else operator.index(v) for v in bounds]
+    if numbers[2] < 0 and type(step) is tl.tensor:
+        found = "found a negative step that is known at run time only: on a GPU such a loop counts upwards"
+        raise Unsupported.here(f"range at {site()}", found, "make the step a tl.constexpr, or count upwards")
     types = [v.dtype if type(v) is tl.tensor else int_type(n) for v, n in zip(bounds, numbers)]
     ty = types[0] if types[0] is types[1] is types[2] else functools.reduce(semantic.integer_promote_impl, types)
     for i in range(*numbers):

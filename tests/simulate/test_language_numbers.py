@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
-from tests.simulate.helpers import run
+import pkt
+from tests.simulate.helpers import line_of, run
 
 
 @triton.jit
@@ -44,3 +46,23 @@ def test_a_choice_by_a_run_time_condition_is_a_tensor() -> None:
     assert out.tolist() == [-3, -4, 21]
     run(chosen, (1,), out, x, 6, 3)
     assert out.tolist() == [3, -4, 20]
+
+
+@triton.jit
+def downwards(out, n, step, STEP: tl.constexpr):
+    for i in range(n, 0, STEP):
+        tl.store(out + i, n - i)
+    for i in range(n, 0, step):
+        tl.store(out + i, i)
+
+
+def test_a_negative_step_must_be_a_constant() -> None:
+    """Triton turns a loop round whose step is a negative constant. Any other counts upwards."""
+    out = torch.zeros(5, dtype=torch.int32)
+    run(downwards, (1,), out, 4, 2, -1)
+    assert out.tolist() == [0, 3, 2, 1, 0]
+    place = line_of(downwards, "range(n, 0, step)")
+    with pytest.raises(
+        pkt.Unsupported, match=f"range at {place}: found a negative step that is known at run time only"
+    ):
+        run(downwards, (1,), out, 4, -1, -1)

@@ -185,6 +185,10 @@ def _attribute(value: Any, *_: Any) -> Any:
     return value
 
 
+def _reflected(method: Callable) -> Callable:
+    return lambda self, other: method(core.constexpr(other), self)
+
+
 def _method(jit: JITFunction) -> Callable:
     return lambda self, *args, **named: interpret(jit)(self, *args, **named)
 
@@ -248,6 +252,9 @@ def _install() -> None:
             ("map_elementwise", reductions.map_elementwise),
         ):
             patch(owner, name, value)
+    for name in ("mod", "and", "or", "xor", "lshift", "rshift"):  # `3 % x`, where Triton's compiler makes 3 a constexpr
+        if f"__r{name}__" not in vars(core.constexpr):
+            patch(core.constexpr, f"__r{name}__", _reflected(getattr(core.constexpr, f"__{name}__")))
     patch(tl.tensor, "__init__", constants.tensor_init)
     patch(tl.tensor, "results", None)  # of operations on a constant, see pkt.simulate.constants
     patch(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation

@@ -175,6 +175,11 @@ class _Rewriter(ast.NodeTransformer):
             return self.generic_visit(node)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        reads = node.attr == "value" and isinstance(node.ctx, ast.Load)
+        return _call("value", node.value, at=node) if reads else node
+
     def visit_Return(self, node: ast.Return) -> ast.Return:
         self.generic_visit(node)
         if _returns_tensors() and node.value is not None:
@@ -394,6 +399,7 @@ NAMES: dict[str, Any] = {
 HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,
     "__pkt_chosen__": _chosen,
+    "__pkt_value__": lambda constant: getattr(constant, "value", constant),
     "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
     "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),
     "__pkt_not__": lambda value: semantic.not_(value) if isinstance(value, tl.tensor) else not value,

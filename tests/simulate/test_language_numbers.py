@@ -10,6 +10,8 @@ import triton.language as tl
 import pkt
 from tests.simulate.helpers import line_of, run
 
+NINE = tl.constexpr(9)
+
 
 @triton.jit
 def updated(out, N: tl.constexpr):
@@ -66,3 +68,18 @@ def test_a_negative_step_must_be_a_constant() -> None:
         pkt.Unsupported, match=f"range at {place}: found a negative step that is known at run time only"
     ):
         run(downwards, (1,), out, 4, -1, -1)
+
+
+@triton.jit
+def constants(out, x, N: tl.constexpr, FLAG: tl.constexpr):
+    block = tl.load(x + tl.arange(0, N.value))
+    tl.store(out, (20 % NINE) + (N % block.shape[0]) + (1 << NINE))
+    tl.store(out + 1, (6 & NINE) + (6 | NINE) * 16 + (6 ^ NINE) * 256 + (1024 >> NINE) * 4096)
+    if FLAG.value:
+        tl.store(out + 2, block.shape[0].value + NINE.value)
+
+
+def test_constants_have_a_value_and_operators_on_both_sides() -> None:
+    out = torch.empty(3, dtype=torch.int32)
+    run(constants, (1,), out, torch.zeros(4), 4, True)
+    assert out.tolist() == [2 + 512, 15 * 16 + 15 * 256 + 2 * 4096, 13]

@@ -189,6 +189,10 @@ def _reflected(method: Callable) -> Callable:
     return lambda self, other: method(core.constexpr(other), self)
 
 
+def _of_value(function: Callable) -> Callable:
+    return lambda self: function(self.value)
+
+
 def _method(jit: JITFunction) -> Callable:
     return lambda self, *args, **named: interpret(jit)(self, *args, **named)
 
@@ -255,6 +259,8 @@ def _install() -> None:
     for name in ("mod", "and", "or", "xor", "lshift", "rshift"):  # `3 % x`, where Triton's compiler makes 3 a constexpr
         if f"__r{name}__" not in vars(core.constexpr):
             patch(core.constexpr, f"__r{name}__", _reflected(getattr(core.constexpr, f"__{name}__")))
+    for function in (len, int, float):
+        patch(core.constexpr, f"__{function.__name__}__", _of_value(function))
     patch(tl.tensor, "__init__", constants.tensor_init)
     patch(tl.tensor, "results", None)  # of operations on a constant, see pkt.simulate.constants
     patch(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation

@@ -281,7 +281,7 @@ def to_tensor(value: Any) -> Any:
         return integer(value, tl.int32)
     if isinstance(value, (bool, int, float, core.constexpr)):
         return semantic.to_tensor(value, False)
-    return same_tuple(value, map(to_tensor, value)) if isinstance(value, tuple) else value
+    return same_tuple(value, map(to_tensor, value)) if isinstance(value, (tuple, core.tuple)) else value
 
 
 def _chosen(condition: Any, value: Any) -> Any:
@@ -291,7 +291,7 @@ def _chosen(condition: Any, value: Any) -> Any:
 
 def same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
     """A tuple of `values`, or a named tuple of the type of `like` if `like` is one."""
-    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+    return type(like)(*values) if hasattr(type(like), "_fields") else tuple(values)
 
 
 def _combined(operands: Iterable[Callable[[], Any]], end: bool, method: str) -> Any:
@@ -388,7 +388,15 @@ def _extreme(of_constants: Callable, of_tensors: str) -> Callable:
     return call
 
 
+def _is_instance(value: Any, kinds: Any) -> bool:
+    """As in Triton, where a constant counts as its value, and a tuple is a `tl.tuple`."""
+    if type(value) is core.constexpr:
+        value = value.value
+    return isinstance(value, kinds) or (kinds is core.tuple and isinstance(value, tuple))
+
+
 NAMES: dict[str, Any] = {
+    "isinstance": _is_instance,
     "range": range_of_tensors,
     "min": _extreme(builtins.min, "builtin_min"),
     "max": _extreme(builtins.max, "builtin_max"),

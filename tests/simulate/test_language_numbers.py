@@ -22,12 +22,14 @@ def updated(out, N: tl.constexpr):
     tl.store(out + 2, minus // 4)
     constant: tl.constexpr = -7
     tl.store(out + 3, constant // 4)
+    shape = tl.zeros((2, 4), tl.int32).shape
+    tl.store(out + 4, (shape[1] - 11) // 4)
 
 
 def test_a_constant_that_is_updated_or_assigned_becomes_a_tensor() -> None:
-    out = torch.empty(4, dtype=torch.int32)
+    out = torch.empty(5, dtype=torch.int32)
     run(updated, (1,), out, 3)
-    assert out.tolist() == [-2, -1, -1, -2]
+    assert out.tolist() == [-2, -1, -1, -2, -1]
 
 
 @triton.jit
@@ -83,3 +85,21 @@ def test_constants_have_a_value_and_operators_on_both_sides() -> None:
     out = torch.empty(3, dtype=torch.int32)
     run(constants, (1,), out, torch.zeros(4), 4, True)
     assert out.tolist() == [2 + 512, 15 * 16 + 15 * 256 + 2 * 4096, 13]
+
+
+SIZES = tl.constexpr((4, 5, -6))
+HALF = tl.constexpr(3.5)
+
+
+@triton.jit
+def asked(out, n):
+    tl.store(out, len(SIZES) + 10 * int(HALF))
+    tl.store(out + 1, float(HALF) * 2)
+    tl.static_assert(isinstance(NINE, int) and not isinstance(NINE, tl.constexpr))
+    tl.static_assert(isinstance((n, 1), tl.tuple) and isinstance(n.shape, tl.tuple) and not isinstance(n, tl.tuple))
+
+
+def test_builtins_take_the_value_of_a_constant() -> None:
+    out = torch.empty(2)
+    run(asked, (1,), out, 5)
+    assert out.tolist() == [33, 7]

@@ -8,6 +8,7 @@ performs it.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -42,6 +43,8 @@ _PARTS = {"BF16x3": 2, "BF16x6": 3}  # of an operand of tl.dot: three or six pro
 _BITS = (ir.ATOMIC_OP.AND, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # of floats, too
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN, *_BITS)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
+_TOWARD_ZERO = {("fp32", "fp16"), ("fp32", "bf16"), ("fp32", "fp8e5")}  # conversions that GPUs have
+_NOT_CONVERTED = {*itertools.permutations(("fp64", "fp8e4nv", "fp8e5"), 2)}
 _UNSIGNED_OF = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes
 
 
@@ -190,7 +193,14 @@ class Builder(InterpreterBuilder):
         return handle(out.astype(lhs.data.dtype, copy=False), lhs.dtype)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        return self.cast_impl(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
+        have, want = src.dtype.scalar.name, dst_type.scalar.name
+        toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
+        if (have, want) not in _TOWARD_ZERO if toward_zero else (have, want) in _NOT_CONVERTED:
+            what = f"a cast of {have} to {want}{' towards zero' * toward_zero} at {site()}"
+            raise Unsupported.here(
+                what, "found a conversion that Triton does not compile for GPUs", "cast to fp32 first"
+            )
+        return self.cast_impl(src, dst_type, toward_zero)
 
     def cast_impl(self, src, dst_type, toward_zero=False):
         have, want = src.dtype.scalar, dst_type.scalar

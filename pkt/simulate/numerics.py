@@ -34,9 +34,10 @@ def _decode_table(magnitude: np.ndarray, infinity: int | None) -> np.ndarray:
 
 _MAGNITUDE = {"fp8e4nv": _fp8_values(3, 7, 0x7E), "fp8e5": _fp8_values(2, 15, 0x7B)}
 _MIDPOINT = {ty: (m[1:] + m[:-1]) / 2 for ty, m in _MAGNITUDE.items()}
+_INFINITY = 0x7C  # in fp8e5
 _DECODE = {
     "fp8e4nv": _decode_table(_MAGNITUDE["fp8e4nv"], None),
-    "fp8e5": _decode_table(_MAGNITUDE["fp8e5"], 0x7C),
+    "fp8e5": _decode_table(_MAGNITUDE["fp8e5"], _INFINITY),
 }
 _NAN = 0x7F  # in both fp8 formats
 
@@ -68,6 +69,8 @@ def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.nd
         tie = midpoint[np.minimum(code, len(midpoint) - 1)] == size
         code = code + (tie & (code & 1 == 1))
     code = np.where(np.isnan(x), _NAN, np.minimum(code, len(magnitude) - 1))
+    if toward_zero and ty.name == "fp8e5":
+        code = np.where(np.isinf(x), _INFINITY, code)  # the high byte of fp16: not saturated
     return (code | (np.signbit(x) << 7)).astype(np.uint8)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pkt.errors import Unsupported
 from pkt.simulate.numerics import decode, encode
-from tests.simulate.helpers import assert_same, run
+from tests.simulate.helpers import assert_same, line_of, run
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 SHORT = {torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -48,8 +48,30 @@ def reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_conversions_match_torch(have: torch.dtype, to: torch.dtype) -> None:
     x = patterns(have)
     y = torch.empty(x.shape, dtype=to)
+    if {have, to} == LARGEST.keys():
+        with pytest.raises(Unsupported, match="does not compile for GPUs: cast to fp32 first"):
+            run(convert, (1,), x, y, x.numel(), None)
+        return
     run(convert, (1,), x, y, x.numel(), None)
     assert_same(y, x if have == to else reference(x, to))
+
+
+@pytest.mark.parametrize(
+    ("have", "to", "rounding"),
+    [
+        (torch.float64, torch.float8_e4m3fn, None),
+        (torch.float8_e5m2, torch.float64, None),
+        (torch.float64, torch.float32, "rtz"),
+        (torch.float64, torch.float16, "rtz"),
+        (torch.float32, torch.float8_e4m3fn, "rtz"),
+        (torch.bfloat16, torch.float8_e5m2, "rtz"),
+    ],
+    ids=str,
+)
+def test_a_conversion_that_no_gpu_has_is_refused(have: torch.dtype, to: torch.dtype, rounding: str | None) -> None:
+    place = line_of(convert, "tl.store(y")
+    with pytest.raises(Unsupported, match=f"^a cast of .* at {place}: found a conversion that Triton does not compile"):
+        run(convert, (1,), torch.ones(8).to(have), torch.ones(8).to(to), 8, rounding)
 
 
 def test_fp8_saturation_keeps_the_sign_and_nan() -> None:
@@ -88,6 +110,12 @@ def test_encode_rounds_ties_to_even() -> None:
         encode(x, tl.bfloat16, toward_zero=True).tolist()
         == encode(np.array([one, one + ulp, one], np.float32), tl.bfloat16).tolist()
     )
+
+
+def test_rounding_toward_zero_keeps_infinity_in_fp8() -> None:
+    x, y = torch.tensor([1e30, -1e30, float("inf"), -float("inf")]), torch.empty(4, dtype=torch.float8_e5m2)
+    run(convert, (1,), x, y, 4, "rtz")
+    assert y.float().tolist() == [57344.0, -57344.0, float("inf"), -float("inf")]
 
 
 @triton.jit

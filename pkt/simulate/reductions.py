@@ -29,6 +29,7 @@ def _numpy_op(combine_fn: Any, data: np.ndarray, ty: tl.dtype) -> Any:
     """The numpy function that combines `data` as `combine_fn` does, or None."""
     if ty.name in BITS:
         return None
+    rounds_once = ty.name == "fp16"  # a sum and a product, in numpy; the GPU rounds each step
     # By identity: a JITFunction cannot be hashed while `tl` is patched.
     standard = tl.standard
     for fn, op in (
@@ -39,7 +40,9 @@ def _numpy_op(combine_fn: Any, data: np.ndarray, ty: tl.dtype) -> Any:
     ):
         if combine_fn is fn:
             extreme = op in (np.fmax, np.fmin) and data.dtype.kind == "f"
-            return None if extreme and (np.signbit(data) & (data == 0)).any() else op  # numpy takes either zero
+            if extreme:
+                return None if (np.signbit(data) & (data == 0)).any() else op  # numpy takes either zero
+            return None if rounds_once else op
     return None
 
 
@@ -62,7 +65,9 @@ def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=
     op = _numpy_op(combine_fn, arrays[0], inputs[0].dtype)
     results: Any
     if op is not None:
-        results = [_tensor(np.asarray(op.reduce(arrays[0], axis=at, dtype=arrays[0].dtype)), inputs[0].dtype)]
+        dtype = arrays[0].dtype
+        start = {"initial": dtype.type(-0.0)} if op is np.add and dtype.kind == "f" else {}  # so -0.0 stays
+        results = [_tensor(np.asarray(op.reduce(arrays[0], axis=at, dtype=dtype, **start)), inputs[0].dtype)]
     else:
         types = [t.dtype for t in inputs]
         while (n := arrays[0].shape[at]) > 1:

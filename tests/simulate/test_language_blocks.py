@@ -68,6 +68,19 @@ def test_a_bf16_sum_adds_as_a_tree() -> None:
     assert out[0] == 2048
 
 
+def test_an_fp16_sum_rounds_every_step() -> None:
+    out = torch.empty(2, dtype=torch.float64)
+    run(reduce_short, (1,), torch.tensor([40000, 40000, 40000, -60000], dtype=torch.float16), out, 4)
+    assert out[0] == float("inf")  # two of them are too large for fp16, all are not
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_sum_of_negative_zeros_is_one(dtype: torch.dtype) -> None:
+    out = torch.empty(2, dtype=torch.float64)
+    run(reduce_short, (1,), torch.full((4,), -0.0, dtype=dtype), out, 4)
+    assert out.signbit().all()
+
+
 @triton.jit
 def _second_moment(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
     n = n_a + n_b

@@ -143,10 +143,8 @@ class Builder(InterpreterBuilder):
         return handle(encode(out, ty) if ty.name in BITS else out.astype(z.data.dtype), ty)
 
     def create_umulhi(self, lhs, rhs):
-        dtype, bits = lhs.data.dtype, lhs.data.itemsize * 8
-        # Python's integers, because the product needs 128 bits.
-        a, b = (h.data.view(f"u{h.data.itemsize}").astype(object) for h in (lhs, rhs))
-        return handle(((a * b) >> bits).astype(f"u{dtype.itemsize}").view(dtype), lhs.dtype)
+        a, b = (h.data.view(f"u{h.data.itemsize}") for h in (lhs, rhs))
+        return handle(numerics.high_product(a, b).view(lhs.data.dtype), lhs.dtype)
 
     def create_histogram(self, data, bins, mask):
         inside = (data.data >= 0) & (data.data < bins)  # values outside the bins are not counted

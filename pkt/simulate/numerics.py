@@ -101,6 +101,15 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (bits + np.where(even, np.where((error > 0) == (total > 0), 1, -1), 0)).view(np.float64)
 
 
+def high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The upper half of the bits of a * b, of uint32 or uint64."""
+    if a.dtype == np.uint32:
+        return (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32)
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    middle = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+    return (a >> half) * (b >> half) + (middle >> half) + ((a & low) * (b >> half) + (middle & low) >> half)
+
+
 def fmax(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The larger, or the one that is no NaN. As `max.f32`, of zeros the positive one."""
     out = np.fmax(a, b)

@@ -160,13 +160,15 @@ class Atomics(Accesses):
                 changed = bool((old != new).any())
                 access.write(np.ascontiguousarray(new))
             else:  # one after the other, as the hardware does
-                changed = True
+                changed = False
                 flat = np.arange(len(out))[where]
                 old = np.empty(len(access.offsets), dtype)
-                for i in range(len(access.offsets)):
-                    one = Scattered(access.region, access.offsets[i : i + 1], access.itemsize)
-                    old[i] = one.read(dtype)[0]
-                    one.write(update(old[i : i + 1], flat[i : i + 1]))
+                for turn in _turns(access.offsets):
+                    part = Scattered(access.region, access.offsets[turn], access.itemsize)
+                    old[turn] = now = part.read(dtype)
+                    new = update(now, flat[turn])
+                    changed |= bool((now != new).any())
+                    part.write(np.ascontiguousarray(new))
             out[where] = old
             if record:
                 if failed and len(failed) == len(words):
@@ -260,3 +262,12 @@ class Atomics(Accesses):
         task.signals += 1
         m.census.signals.append(event)
         return event
+
+
+def _turns(offsets: np.ndarray) -> list[np.ndarray]:
+    """The indices of the first element at each offset, of the second ones, and so on."""
+    order = np.argsort(offsets, kind="stable")
+    first = np.flatnonzero(np.diff(offsets[order], prepend=-1))  # of each offset
+    counts = np.diff(first, append=len(order))
+    turn = np.arange(len(order)) - np.repeat(first, counts)
+    return np.split(order[np.argsort(turn, kind="stable")], np.cumsum(np.bincount(turn))[:-1])

@@ -185,6 +185,17 @@ def _attribute(value: Any, *_: Any) -> Any:
     return value
 
 
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"),
+    *("lt", "le", "gt", "ge", "eq", "ne"),
+)
+
+
+def _of_constants(method: Callable) -> Callable:
+    """A binary operator of constexpr, which leaves a tensor on its right to the tensor's own."""
+    return lambda self, other: NotImplemented if type(other) is tl.tensor else method(self, other)
+
+
 def _reflected(method: Callable) -> Callable:
     return lambda self, other: method(core.constexpr(other), self)
 
@@ -256,9 +267,11 @@ def _install() -> None:
             ("map_elementwise", reductions.map_elementwise),
         ):
             patch(owner, name, value)
-    for name in ("mod", "and", "or", "xor", "lshift", "rshift"):  # `3 % x`, where Triton's compiler makes 3 a constexpr
-        if f"__r{name}__" not in vars(core.constexpr):
-            patch(core.constexpr, f"__r{name}__", _reflected(getattr(core.constexpr, f"__{name}__")))
+    for name in _OPERATORS:
+        method = vars(core.constexpr)[f"__{name}__"]
+        patch(core.constexpr, f"__{name}__", _of_constants(method))
+        if f"__r{name}__" not in vars(core.constexpr):  # `3 % x`, where Triton's compiler makes 3 a constexpr
+            patch(core.constexpr, f"__r{name}__", _reflected(method))
     for function in (len, int, float):
         patch(core.constexpr, f"__{function.__name__}__", _of_value(function))
     patch(tl.tensor, "__init__", constants.tensor_init)

@@ -103,3 +103,26 @@ def test_builtins_take_the_value_of_a_constant() -> None:
     out = torch.empty(2)
     run(asked, (1,), out, 5)
     assert out.tolist() == [33, 7]
+
+
+@triton.jit
+def constant_first(out, x, n):
+    v = tl.load(x + tl.arange(0, 4))
+    tl.store(out + tl.arange(0, 4), (NINE * v).to(tl.int32) - (NINE - v)[None, :].sum(0).to(tl.int32))
+    tl.store(out + 4, -(NINE % n) + (NINE // n).to(tl.int32))
+    if NINE < n:
+        tl.store(out + 5, 1)
+    rounds = 0
+    while (NINE == n) & (rounds < 3):
+        rounds += 1
+    tl.store(out + 6, rounds)
+    tl.store(out + 7, 1 if NINE > n else 2)
+
+
+def test_a_constant_before_an_operator_gives_a_tensor() -> None:
+    """Which has methods, and whose truth is its value."""
+    out = torch.zeros(8, dtype=torch.int32)
+    run(constant_first, (1,), out, torch.arange(4).float(), 5)
+    assert out.tolist() == [-9, 1, 11, 21, -3, 0, 0, 1]
+    run(constant_first, (1,), out, torch.arange(4).float(), 9)
+    assert out.tolist()[4:] == [1, 0, 3, 2]

@@ -190,6 +190,10 @@ class Builder(InterpreterBuilder):
         out = np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed))
         return handle(out.astype(lhs.data.dtype, copy=False), lhs.dtype)
 
+    def create_lshr(self, lhs, rhs):
+        data = np.right_shift(*(h.data.view(_UNSIGNED_OF[h.data.itemsize]) for h in (lhs, rhs)))
+        return handle(data.view(lhs.data.dtype), lhs.dtype)
+
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         have, want = src.dtype.scalar.name, dst_type.scalar.name
         toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ

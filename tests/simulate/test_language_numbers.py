@@ -126,3 +126,16 @@ def test_a_constant_before_an_operator_gives_a_tensor() -> None:
     assert out.tolist() == [-9, 1, 11, 21, -3, 0, 0, 1]
     run(constant_first, (1,), out, torch.arange(4).float(), 9)
     assert out.tolist()[4:] == [1, 0, 3, 2]
+
+
+@triton.jit
+def shifted(out, x):
+    i = tl.arange(0, 2)
+    tl.store(out + i, -9 >> (tl.load(x + i) > 0))
+
+
+def test_a_shift_by_a_condition_is_unsigned() -> None:
+    """Triton takes the sign of the block on the right."""
+    out = torch.zeros(2, dtype=torch.int32)
+    run(shifted, (1,), out, torch.tensor([0, 1]))
+    assert out.tolist() == [-9, (2**32 - 9) >> 1]

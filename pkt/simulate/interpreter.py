@@ -272,6 +272,7 @@ def _install() -> None:
         patch(core.constexpr, f"__{name}__", _of_constants(method))
         if f"__r{name}__" not in vars(core.constexpr):  # `3 % x`, where Triton's compiler makes 3 a constexpr
             patch(core.constexpr, f"__r{name}__", _reflected(method))
+    patch(core.constexpr, "__format__", lambda self, how: format(self.value, how))
     for function in (len, int, float):
         patch(core.constexpr, f"__{function.__name__}__", _of_value(function))
     patch(tl.tensor, "__init__", constants.tensor_init)

@@ -110,7 +110,7 @@ class _Rewriter(ast.NodeTransformer):
 
     - `x = 3` makes a tensor of the number, as do `x += 3` and a choice by a run-time condition.
     - `and` and `or` of run-time values evaluate every operand, because an expression cannot branch.
-    - `not` of a block works element by element.
+    - `not` of a block works element by element, and `is` compares the values of constants.
     - After a loop over `range` its index has no value.
     - A condition must be a scalar. Only conditions ask for the truth of a tensor: `tl` itself takes every tensor for
       true, to tell it from None.
@@ -174,6 +174,15 @@ class _Rewriter(ast.NodeTransformer):
         if node.value is None or ast.unparse(node.annotation).split(".")[-1] == "constexpr":
             return self.generic_visit(node)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        self.generic_visit(node)
+        if isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            node.left, *node.comparators = [
+                v if isinstance(v, ast.Constant) else _call("unwrapped", v, at=v)
+                for v in (node.left, *node.comparators)
+            ]
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
@@ -284,6 +293,10 @@ def to_tensor(value: Any) -> Any:
     return same_tuple(value, map(to_tensor, value)) if isinstance(value, (tuple, core.tuple)) else value
 
 
+def _unwrapped(value: Any) -> Any:
+    return value.value if type(value) is core.constexpr else value
+
+
 def _chosen(condition: Any, value: Any) -> Any:
     """The value of `value if condition else ...`: by a run-time condition a tensor."""
     return to_tensor(value) if type(condition) is tl.tensor else value
@@ -390,8 +403,7 @@ def _extreme(of_constants: Callable, of_tensors: str) -> Callable:
 
 def _is_instance(value: Any, kinds: Any) -> bool:
     """As in Triton, where a constant counts as its value, and a tuple is a `tl.tuple`."""
-    if type(value) is core.constexpr:
-        value = value.value
+    value = _unwrapped(value)
     return isinstance(value, kinds) or (kinds is core.tuple and isinstance(value, tuple))
 
 
@@ -407,6 +419,7 @@ NAMES: dict[str, Any] = {
 HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,
     "__pkt_chosen__": _chosen,
+    "__pkt_unwrapped__": _unwrapped,
     "__pkt_value__": lambda constant: getattr(constant, "value", constant),
     "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
     "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),

@@ -139,3 +139,27 @@ def test_a_shift_by_a_condition_is_unsigned() -> None:
     out = torch.zeros(2, dtype=torch.int32)
     run(shifted, (1,), out, torch.tensor([0, 1]))
     assert out.tolist() == [-9, (2**32 - 9) >> 1]
+
+
+NOTHING = tl.constexpr(None)
+YES = tl.constexpr(True)
+
+
+@triton.jit
+def _scaled(x, scale: tl.constexpr = NOTHING):
+    return x if scale is None else x * scale
+
+
+@triton.jit
+def identities(out, n):
+    tl.store(out, _scaled(n) + 100 * _scaled(n, NINE))
+    tl.store(out + 1, 1 if YES is True and NINE is not NOTHING else 2)
+    tl.device_assert(n < 9, f"n is not below {NINE}")
+
+
+def test_is_compares_the_values_of_constants() -> None:
+    out = torch.zeros(2, dtype=torch.int32)
+    run(identities, (1,), out, 2)
+    assert out.tolist() == [1802, 1]
+    with pytest.raises(pkt.RankFailed, match="n is not below 9"):
+        run(identities, (1,), out, 9)

@@ -219,7 +219,8 @@ class Builder(InterpreterBuilder):
         return handle(values.astype(dtype), want)
 
     def get_bf16(self, value):
-        return handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
+        """A constant. Triton makes it from six decimals, so that 1e-7 is 0."""
+        return handle(encode(np.array([float(f"{np.float32(value):f}")]), tl.bfloat16), tl.bfloat16)
 
     def create_extern_elementwise(self, lib_name, lib_path, symbol, args, ty, is_pure):
         if not symbol.startswith("__nv_"):

@@ -163,3 +163,19 @@ def test_is_compares_the_values_of_constants() -> None:
     assert out.tolist() == [1802, 1]
     with pytest.raises(pkt.RankFailed, match="n is not below 9"):
         run(identities, (1,), out, 9)
+
+
+@triton.jit
+def small(out, x):
+    v = tl.load(x)
+    tl.store(out, v * 1e-7)
+    tl.store(out + 1, v * 2e-6)
+    tl.store(out + 2, v * float("inf"))
+    tl.store(out + 3, tl.full((), 3e-7, tl.bfloat16))
+
+
+def test_a_constant_in_bf16_has_six_decimals() -> None:
+    """Triton makes it from text with six decimals, so a GPU multiplies by 0."""
+    out = torch.empty(4)
+    run(small, (1,), out, torch.ones(1).bfloat16())
+    assert out.tolist() == [0, torch.tensor(2e-6).bfloat16().item(), float("inf"), 0]

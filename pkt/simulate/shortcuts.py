@@ -123,7 +123,7 @@ def binary(name: str, slow: Callable) -> Callable:
             elif kind is int and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
                 right = left.dtype.type(other)
             elif have == "fp32" and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
-                right = np.float32(other)
+                right = np.float32(other or 0.0)  # Triton has no constant -0.0
             elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS:
                 left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
                 ty = tl.int64
@@ -210,7 +210,7 @@ def _operand(x: Any, ty: tl.dtype) -> Any:
     if kind is tl.tensor:
         return x.handle.data if x.dtype.name == ty.name else None
     if ty.name == "fp32" and (kind is float or (kind is int and -_EXACT <= x <= _EXACT)):
-        return np.float32(x)
+        return np.float32(x or 0.0)
     limits = _RANGE.get(ty.name)
     return np.dtype(ty.name).type(x) if kind is int and limits is not None and limits[0] <= x < limits[1] else None
 
@@ -473,7 +473,7 @@ def load(slow: Callable, builder: Any) -> Callable:
                 return slow(pointer, mask, other)
             fill = integer(other, ty).handle
         elif other:
-            if ty.is_int():
+            if ty.is_int() or ty.name == "fp64" or (type(other) is int and abs(other) > _EXACT):
                 return slow(pointer, mask, other)
             fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
         data = builder.loaded(pointer.handle.data, np_dtype(ty), None if mask is None else mask.handle, fill)

@@ -40,7 +40,7 @@ class _Format(str):
         return str(self)
 
 
-_LIMITS = {"int32": 1 << 31, "int64": 1 << 63}
+_INTEGERS = {f"{sign}int{bits}": (bits, not sign) for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 class _Semantic(TritonSemantic):
@@ -48,9 +48,12 @@ class _Semantic(TritonSemantic):
         return True  # Triton's own would ask the GPU driver
 
     def scalar_constant(self, value, dtype):
-        """As Triton's, but an integer is a constant that is kept."""
-        limit = _LIMITS.get(dtype.name, 0) if type(value) is int else 0
-        return integer(value, dtype) if -limit <= value < limit else super().scalar_constant(value, dtype)
+        """As Triton's, but an integer is a constant that is kept. Of one that is too large the low bits count."""
+        if type(value) is not int or dtype.name not in _INTEGERS:
+            return super().scalar_constant(value, dtype)
+        bits, signed = _INTEGERS[dtype.name]
+        low = -(1 << bits - 1) if signed else 0
+        return integer((value - low) % (1 << bits) + low, dtype)
 
     def _convert_elem_to_ir_value(self, elem, require_i64):
         """As Triton's, which makes an array for each offset of a descriptor's box."""

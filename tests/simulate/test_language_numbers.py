@@ -179,3 +179,47 @@ def test_a_constant_in_bf16_has_six_decimals() -> None:
     out = torch.empty(4)
     run(small, (1,), out, torch.ones(1).bfloat16())
     assert out.tolist() == [0, torch.tensor(2e-6).bfloat16().item(), float("inf"), 0]
+
+
+@triton.jit
+def large(out, x):
+    i = tl.arange(0, 2)
+    tl.store(out + i, tl.full((2,), 0xFFFFFFFF, tl.int32))
+    tl.store(out + 2 + i, tl.full((2,), 300, tl.uint8))
+    tl.store(out + 4 + i, tl.full((2,), 200, tl.int8))
+    tl.store(out + 6 + i, tl.full((2,), 40000, tl.int16))
+
+
+def test_a_constant_that_is_too_large_keeps_its_low_bits() -> None:
+    out = torch.empty(8, dtype=torch.int64)
+    run(large, (1,), out, out)
+    assert out[::2].tolist() == [-1, 44, -56, 40000 - 2**16]
+
+
+@triton.jit
+def negative_zero(out, x):
+    v = tl.load(x + tl.arange(0, 2))
+    tl.store(out + tl.arange(0, 2), tl.where(v > 0, v, -0.0))
+    tl.store(out + 2 + tl.arange(0, 2), v + -0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_constant_zero_is_positive(dtype: torch.dtype) -> None:
+    out = torch.full((4,), -1, dtype=dtype)
+    run(negative_zero, (1,), out, torch.full((2,), -0.0, dtype=dtype))
+    assert out.tolist() == [0] * 4
+    assert not out.signbit().any()
+
+
+@triton.jit
+def filled(out, x):
+    i = tl.arange(0, 2)
+    tl.store(out + i, tl.load(x + i, mask=i < 0, other=-1e300))
+    tl.store(out + 2 + i, tl.load(x + i, mask=i < 0, other=16777217))
+    tl.store(out + 4 + i, tl.load(x + i, mask=i < 0, other=0.5))
+
+
+def test_masked_elements_of_fp64_have_the_exact_number() -> None:
+    out = torch.empty(6, dtype=torch.float64)
+    run(filled, (1,), out, torch.ones(2, dtype=torch.float64))
+    assert out.tolist() == [-1e300] * 2 + [16777217] * 2 + [0.5] * 2

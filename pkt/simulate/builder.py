@@ -256,6 +256,10 @@ class Builder(InterpreterBuilder):
             return unpack_fp4(block.data, packed_axis)
         return decode(block.data, block.dtype.scalar).astype(np.float32)
 
+    def create_join(self, lhs, rhs):
+        """Of a signed and an unsigned integer, too, whose bits it joins."""
+        return handle(np.stack([lhs.data, rhs.data.view(lhs.data.dtype)], -1), lhs.dtype)
+
     def create_split(self, val):
         return tuple(handle(np.ascontiguousarray(val.data[..., i]), val.dtype) for i in (0, 1))
 

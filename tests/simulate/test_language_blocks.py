@@ -297,3 +297,15 @@ def test_random_numbers_depend_on_the_seed() -> None:
     assert 0 <= out[0].min() <= out[0].max() < 1
     assert abs(out[0].mean() - 0.5) < 0.05
     assert abs(out[1].std() - 1) < 0.1
+
+
+@triton.jit
+def joined(x, y, out):
+    i = tl.arange(0, 4)
+    tl.store(out + tl.arange(0, 8), tl.interleave(tl.load(x + i), tl.load(y + i)))
+
+
+def test_a_signed_and_an_unsigned_integer_are_joined_bit_by_bit() -> None:
+    x, out = torch.tensor([0, -1, 2, 3]), torch.empty(8, dtype=torch.int64)
+    run(joined, (1,), x, x.view(torch.uint64), out)
+    assert out.tolist() == [0, 0, -1, -1, 2, 2, 3, 3]

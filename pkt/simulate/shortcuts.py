@@ -27,6 +27,7 @@ INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
 _EXACT = 1 << 24  # integers up to here are exact in fp32
+_LARGEST = float(np.finfo(np.float32).max)
 _WORDS = frozenset({"uint16", "uint32", "uint64"})
 _RANGE = {name: (-limit, limit) for name, limit in _LIMIT.items()} | {n: (0, 1 << int(n[4:])) for n in _WORDS}
 
@@ -123,6 +124,8 @@ def binary(name: str, slow: Callable) -> Callable:
             elif kind is int and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
                 right = left.dtype.type(other)
             elif have == "fp32" and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
+                if compares and not _is_fp32(other):
+                    return slow(self, other)
                 right = np.float32(other or 0.0)  # Triton has no constant -0.0
             elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS:
                 left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
@@ -200,6 +203,11 @@ def extreme(name: str, slow: Callable) -> Callable:
         return slow(x, y, *args, **named)
 
     return call
+
+
+def _is_fp32(x: float) -> bool:
+    """Whether Triton compares the number `x` in fp32. It compares large and small ones in fp64."""
+    return x == 0 or 2.0**-126 <= abs(x) <= _LARGEST or not math.isfinite(x)
 
 
 def _operand(x: Any, ty: tl.dtype) -> Any:

@@ -223,3 +223,15 @@ def test_masked_elements_of_fp64_have_the_exact_number() -> None:
     out = torch.empty(6, dtype=torch.float64)
     run(filled, (1,), out, torch.ones(2, dtype=torch.float64))
     assert out.tolist() == [-1e300] * 2 + [16777217] * 2 + [0.5] * 2
+
+
+@triton.jit
+def compared(out, x):
+    v = tl.load(x + tl.arange(0, 4))
+    tl.store(out + tl.arange(0, 4), (v > 1e39).to(tl.int32) + 10 * (v == 1e-40) + 100 * (v >= float("inf")))
+
+
+def test_a_number_beyond_fp32_is_compared_in_fp64() -> None:
+    out, x = torch.empty(4, dtype=torch.int32), torch.tensor([float("inf"), 1e-40, 3e38, 0])
+    run(compared, (1,), out, x)
+    assert out.tolist() == [101, 0, 0, 0]

@@ -137,7 +137,7 @@ class Builder(InterpreterBuilder):
     def create_fma(self, x, y, z):
         ty = z.dtype.scalar
         if ty == tl.float64:
-            return super().create_fma(x, y, z)
+            return handle(numerics.fma64(*np.broadcast_arrays(x.data, y.data, z.data)), ty)
         wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
         out = numerics.fma(*np.broadcast_arrays(*wide))
         return handle(encode(out, ty) if ty.name in BITS else out.astype(z.data.dtype), ty)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pkt.errors import Unsupported
-from pkt.simulate.numerics import to_integer
+from pkt.simulate.numerics import fma64, to_integer
 from pkt.simulate.sites import site
 
 Function = Callable[..., np.ndarray]
@@ -125,9 +125,7 @@ _REAL: dict[str, Function] = {
     "norm4d": _extended(_norm),
     "rnorm3d": _extended(lambda *x: 1 / _norm(*x)),
     "rnorm4d": _extended(lambda *x: 1 / _norm(*x)),
-    "fma": lambda x, y, z: x * y + z,
-    "fma_rn": lambda x, y, z: x * y + z,
-    "fmaf_rn": lambda x, y, z: x * y + z,
+    **dict.fromkeys(("fma", "fma_rn", "fmaf_rn"), fma64),
     "add_rn": np.add,
     "sub_rn": np.subtract,
     "mul_rn": np.multiply,

@@ -92,10 +92,28 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float64 that hold float32, such that rounding the result to float32 rounds it once."""
-    product = a * b  # exact
-    total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)  # Knuth's two-sum
+    return _odd_sum(a * b, c)  # the product is exact
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float64, rounded once unless a * b is too large or its last bits are too small for float64."""
+    product = a * b
+    high, low = _sum(c, _product_error(product, a, b))
+    total, rest = _sum(product, high)
+    out = total + _odd_sum(low, rest)  # Boldo and Melquiond, Emulation of FMA, 2008
+    return np.where(np.isfinite(out) & (out != 0), out, product + c)
+
+
+def _sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x + y of float64, and its error: Knuth's two-sum."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def _odd_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x + y of float64, rounded to odd: an inexact sum goes to the neighbour whose last bit is 1."""
+    total, error = _sum(x, y)
     bits = total.view(np.int64)
     even = (bits & 1 == 0) & (error != 0) & np.isfinite(error)
     return (bits + np.where(even, np.where((error > 0) == (total > 0), 1, -1), 0)).view(np.float64)
@@ -141,15 +159,20 @@ def frem(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         out = (times.astype(np.float64) * y + x).astype(np.float32)
     else:
         product = times * y
-        (high, low), (high_y, low_y) = _halves(times), _halves(y)
-        error = ((high * high_y - product) + high * low_y + low * high_y) + low * low_y  # Dekker's product
+        error = _product_error(product, times, y)
         out = (x + product) + np.where(np.isfinite(product), error, 0)
     return np.where(np.isinf(y), x, out)
 
 
+def _product_error(product: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x * y - product of float64, where `product` is x * y rounded: Dekker's product."""
+    (high, low), (high_y, low_y) = _halves(x), _halves(y)
+    return ((high * high_y - product) + high * low_y + low * high_y) + low * low_y
+
+
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The leading 26 bits of float64, and the others."""
-    high = (np.ascontiguousarray(x).view(np.int64) & -(1 << 27)).view(np.float64)
+    """float64 rounded to 26 bits, and the rest, which has 26 bits and a sign."""
+    high = ((np.ascontiguousarray(x).view(np.int64) + (1 << 26)) & -(1 << 27)).view(np.float64)
     return high, x - high
 
 

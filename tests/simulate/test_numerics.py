@@ -270,6 +270,19 @@ def test_fma_of_short_floats_rounds_once(dtype: torch.dtype) -> None:
     assert_same(out, (x[0].double() * x[1].double() + x[2].double()).to(dtype))
 
 
+def test_fma_of_fp64_rounds_once() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(3, 2048, dtype=torch.float64) * 10.0 ** torch.randint(-8, 8, (3, 2048))
+    x[2, :1024] = -(x[0] * x[1])[:1024]  # what is left is the error of the product
+    x[:, 0] = torch.tensor([-0.0, 1, -0.0])
+    x[:, 1] = torch.tensor([1e200, 1e200, 1])
+    out = torch.empty(2048, dtype=torch.float64)
+    run(fma_short, (1,), x, out, 2048)
+    assert (out[0], out[0].signbit(), out[1]) == (0, True, float("inf"))
+    wanted = [float(Fraction(a) * Fraction(b) + Fraction(c)) for a, b, c in x.T[2:].tolist()]
+    assert_same(out[2:], torch.tensor(wanted, dtype=torch.float64))
+
+
 @triton.jit
 def to_integer(x, out, N: tl.constexpr):
     o = tl.arange(0, N)

@@ -81,8 +81,10 @@ def axis(operand: str) -> Check:
     def check(call: Call, name: str, dim: Any) -> int:
         shape = call[operand].shape
         ndim = max(len(shape), 1)
-        if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
-            raise call.refuse(name, repr(dim), f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}")
+        whole = isinstance(dim, int) and not isinstance(dim, bool)
+        if not whole or not -ndim <= dim < ndim:
+            wanted = f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}"
+            raise call.refuse(name, repr(dim), wanted if whole else f"{wanted}, an integer of Python's")
         return dim % ndim
 
     return check

@@ -124,6 +124,8 @@ class Operator(Choosing):
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, "use torch.export or torch.compile")
         call = self._call(world, dict(zip(self.names, tensors)), keywords)
         self._check_operands(call)
+        if self.tuning is None:
+            call.tensors |= staging.foreign(call, () if call.asked is None else self.form(call.asked).symmetric)
         any_strides = [name for name, operand in self.tensors.items() if operand.strided or operand.turned]
         copies = staging.contiguous(call, self.written, any_strides) if self.tuning is None else {}
         form = self._choose(call)

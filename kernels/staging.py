@@ -40,10 +40,25 @@ def contiguous(call: Call, written: str, but: Sequence[str] = ()) -> dict[str, C
     return made
 
 
+def foreign(call: Call, but: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Symmetric tensors of other worlds, by name, as plain ones: this world's ranks cannot reach them. but: those that
+    must be symmetric."""
+    given = [(name, tensor) for name, tensor in call.tensors.items() if isinstance(tensor, SymmetricTensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return {n: t.as_subclass(torch.Tensor) for n, t in given if n not in but and not reached(t, call.world)}
+
+
 def unreachable(call: Call, names: Sequence[str]) -> list[str]:
     """Those of the tensors `names` that are plain: peers cannot access them."""
-    plain = [(name, call.tensors[name]) for name in names if call.tensors[name] is not None]
-    return [n for n, t in plain if not isinstance(t, SymmetricTensor) and adopt(t, call.world) is None]
+    given = [(name, call.tensors[name]) for name in names if call.tensors[name] is not None]
+    return [name for name, tensor in given if not reached(tensor, call.world)]
+
+
+def reached(tensor: torch.Tensor, world: World) -> bool:
+    """Whether peers can access a tensor."""
+    if isinstance(tensor, SymmetricTensor):
+        return tensor._allocation.heap.owner in world.lineage
+    return adopt(tensor, world) is not None
 
 
 def buffer(call: Call, name: str) -> torch.Tensor:

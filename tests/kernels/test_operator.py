@@ -299,6 +299,32 @@ def test_collectives_take_any_tensor(operator: Any, large: bool, monkeypatch: py
     pkt.launch(main, ranks=2, device="cpu", heap="8MiB", sms=2)
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
+def test_collectives_take_tensors_of_another_team(operator: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plain ones. large: as if x were too large for flagged words."""
+    if large:
+        monkeypatch.setattr(flagged, "few", lambda *_: False)
+        monkeypatch.setattr(flagged, "few_of_parts", lambda *_: False)
+        monkeypatch.setattr(flagged, "shots", lambda *_: 0)
+
+    def main(world: Any) -> None:
+        row, column = divmod(world.rank, 2)
+        team, other = world.team([2 * row, 2 * row + 1]), world.team([column, column + 2])
+        everybody = [torch.arange(24.0).view(4, 6) + 100 * rank for rank in range(team.size)]
+        given = {"root": 1} if operator.name == "broadcast" else {}
+        exact = operator.reference(team.rank, everybody, **given).float()
+        x = pkt.empty(4, 6, world=other).copy_(everybody[team.rank])
+        outs = {"out": pkt.empty(*exact.shape, world=other)} if "out" in operator.names else {}
+        assert torch.equal(operator.function(x, **given, **outs, world=team), exact)
+        for mode, form in operator.forms.items():
+            if form.symmetric:
+                with pytest.raises(pkt.NotSymmetric, match="found a symmetric tensor of another world"):
+                    operator.function(x, **given, **outs, mode=mode, world=team)
+
+    pkt.launch(main, ranks=4, device="cpu", heap="16MiB", sms=2)
+
+
 def test_a_named_form_copies_nothing_into_the_heap() -> None:
     def main(world: Any) -> None:
         with pytest.raises(pkt.NotSymmetric, match="all_gather: x must be a symmetric tensor"):

@@ -129,7 +129,9 @@ class Operator(Choosing):
         any_strides = [name for name, operand in self.tensors.items() if operand.strided or operand.turned]
         copies = staging.contiguous(call, self.written, any_strides) if self.tuning is None else {}
         form = self._choose(call)
-        staged = staging.unreachable(call, form.symmetric) if self._stages(call) else []
+        staged = staging.unreachable(call, form.symmetric)
+        if not self._stages(call):  # then only those that peers reach, and that are copied for their strides
+            staged = [name for name in staged if name in copies and staging.reached(tensors[self.places[name]], world)]
         self._check_form(call, form, staged)
         self._agree(call, form, staged, needs)
         if form.complete is not None:

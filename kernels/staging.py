@@ -4,6 +4,7 @@
 |---|---|---|
 | not contiguous | a contiguous copy | no |
 | plain, and peers access it | a copy in the symmetric heap, for all calls of its size | as other buffers, see kept.py |
+| symmetric, not contiguous, and peers access it | the same | the same |
 
 An operand is copied before the launch, and what is written is copied back after it.
 """

@@ -299,6 +299,28 @@ def test_collectives_take_any_tensor(operator: Any, large: bool, monkeypatch: py
     pkt.launch(main, ranks=2, device="cpu", heap="8MiB", sms=2)
 
 
+NAMED = [(o, mode) for o in COLLECTIVES for mode, form in o.forms.items() if form.symmetric and not form.gpu]
+
+
+@pytest.mark.parametrize(("operator", "mode"), NAMED, ids=lambda of: getattr(of, "name", of))
+def test_a_named_form_takes_symmetric_tensors_of_any_strides(operator: Any, mode: str) -> None:
+    """Twice each, the second time with other elements."""
+
+    def main(world: Any) -> None:
+        everybody = [torch.arange(24.0).view(4, 6) + 100 * rank for rank in range(world.size)]
+        given = {"root": 1} if operator.name == "broadcast" else {}
+        exact = operator.reference(world.rank, everybody, **given).float()
+        x, out = (KINDS["symmetric, transposed"](like) for like in (everybody[world.rank], exact))
+        outs = {"out": out} if "out" in operator.names else {}
+        for launch in (0, 1):
+            x.copy_(everybody[world.rank] + launch)
+            found = operator.function(x, **given, **outs, mode=mode, world=world)
+            assert torch.equal(found, exact + launch * (world.size if "reduce" in operator.name else 1))
+            assert found is (out if outs else x)
+
+    pkt.launch(main, ranks=2, device="cpu", heap="8MiB", sms=2)
+
+
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
 def test_collectives_take_tensors_of_another_team(operator: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:

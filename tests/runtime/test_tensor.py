@@ -314,6 +314,30 @@ def test_a_change_that_leads_out_of_the_allocation_is_refused_and_undone(ranks, 
     assert ranks(2, main) == [([0, 1, 2, 3, 4, 5],) * 2] * 2
 
 
+@pytest.mark.timeout(60)
+def test_a_function_of_autograd_may_write_to_one_with_a_history(ranks):
+    """torch then resets its hooks under a lock, for which most functions on a view of it wait."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def main(world):
+        leaf, x = torch.ones(3, requires_grad=True), pkt.empty(3)
+        x.copy_(leaf)
+        assert isinstance(Doubled.apply(x), pkt.SymmetricTensor)
+        x.sum().backward()
+        return x.tolist(), leaf.grad.tolist()
+
+    assert ranks(2, main) == [([2.0] * 3,) * 2] * 2
+
+
 def test_results_without_storage_are_plain(ranks):
     alone = threading.Lock()  # torch's levels of forward-mode derivatives belong to the process, not to a thread
 

@@ -27,6 +27,7 @@ _ALWAYS = frozenset("__get__ size dim numel stride element_size storage_offset _
 _RESHAPING = frozenset(
     "__set__ as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
+_hooks = torch.Tensor._backward_hooks  # the descriptor
 
 
 NO_MEMORY = "a tensor without memory has no facts"
@@ -172,8 +173,11 @@ class SymmetricTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling():  # in a graph it is a plain tensor
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        sources = list(_symmetric_in((*args, *kwargs.values())))
         name = getattr(func, "__name__", "a torch function")  # some callables of torch have no name
+        if name == "__set__" and func.__self__ is _hooks:  # torch resets them under a lock that other functions take
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        sources = list(_symmetric_in((*args, *kwargs.values())))
         if name not in _ALWAYS:
             for source in sources:
                 source._allocation.use(name)

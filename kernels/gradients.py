@@ -212,6 +212,10 @@ def record(
     if torch._C._are_functorch_transforms_active():
         found = "found a transform of torch.func around the call, which cannot reach other ranks"
         raise Unsupported.here(f"rank {world.rank}: {operator.name}", found, "use loss.backward()")
+    if why := checks.of_view(named[operator.written]):
+        found = f"found {operator.written}, {why}, which the call overwrites, and torch refuses that"
+        remedy = f"call it with {operator.written}.clone(), or under torch.no_grad()"
+        raise Unsupported.here(f"rank {world.rank}: {operator.name}", found, remedy)
     if (parts := backward.split(keywords)) is not None:
         changed, rest = parts
         other = tuple(changed.get(name, value) for name, value in keywords.items())

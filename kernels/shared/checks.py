@@ -122,6 +122,22 @@ def is_trained(tensor: Any) -> bool:
         return tensor.requires_grad and tensor.is_leaf
 
 
+def of_view(tensor: Any) -> str:
+    """Why torch lets nobody write to a view while gradients are recorded; "" where it does, or for no view."""
+    if not isinstance(tensor, torch.Tensor):
+        return ""
+    with torch._C.DisableTorchFunctionSubclass():
+        base = tensor._base
+        if base is None:
+            return ""
+        if tensor.requires_grad and base.is_leaf:
+            return "a view of a leaf that requires grad"
+        made = torch._C._autograd._get_creation_meta(tensor)
+    if made == made.MULTI_OUTPUT_NODE:
+        return "one of several views that one function returned, as of torch.split"
+    return "" if made == made.DEFAULT else "a view that was made where no gradients were recorded"
+
+
 def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, place: int | None, name: str) -> None:
     """Raise ShapeError if `out` and `x`, called `name`, share memory, which would be read after it is overwritten. They
     may share it where the smaller of the two is part number `place` of the larger, cut into parts of its size; of equal

@@ -107,6 +107,43 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(symmetric: bool) -> None:
     on_ranks(2, run)
 
 
+VIEWS = {  # of a tensor that requires grad, to which torch lets nobody write, and what the error says
+    "of a leaf": (lambda x: x[:2], "a view of a leaf that requires grad"),
+    "one of several": (lambda x: (x * 1).split(2)[0], "one of several views"),
+    "of an element": (lambda x: (x * 1).unbind()[0], "one of several views"),
+}
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("view", "said"), VIEWS.values(), ids=VIEWS)
+def test_a_view_that_torch_does_not_write_to_is_not_overwritten(view: Any, said: str, symmetric: bool) -> None:
+    def run(world: Any) -> None:
+        x = (pkt.ones(4) if symmetric else torch.ones(4)).requires_grad_()
+        for overwrite in (pkt.all_reduce, pkt.broadcast):
+            part = view(x)
+            with pytest.raises(pkt.Unsupported, match=rf"rank {world.rank}: {overwrite.__name__}: found .*{said}"):
+                overwrite(part, world=world)
+            assert part.eq(1).all()
+            overwrite(part.clone(), world=world).sum().backward()
+            with torch.no_grad():
+                overwrite(part.clone(), world=world)
+
+    on_ranks(2, run)
+
+
+@pytest.mark.timeout(60)
+def test_a_symmetric_tensor_with_a_history_is_reduced_in_place() -> None:
+    def run(world: Any) -> None:
+        x, buffer = torch.ones(4, requires_grad=True), pkt.empty(4)
+        buffer.copy_(x * 3)
+        assert pkt.all_reduce(buffer, world=world).eq(6).all()
+        buffer.sum().backward()
+        assert x.grad is not None
+        assert x.grad.eq(6).all()
+
+    on_ranks(2, run)
+
+
 def test_in_inference_mode() -> None:
     """Tensors have no version there."""
 

@@ -18,6 +18,7 @@ from pkt.runtime.world import World, named_world
 from . import gradients, grouped_gradients
 from .agreement import world_of
 from .combine import combine
+from .declaration import MAX_INT
 from .dispatch import dispatch
 from .dispatch_matmul import dispatch_matmul
 from .grouped_activation import ACTIVATIONS as FUNCTIONS
@@ -27,6 +28,8 @@ from .shared.checks import FLOATS
 from .shared.tile_product import GatedEpilogue, finished
 
 ACTIVATIONS = (*FUNCTIONS, "none")
+MOST_CHOICES = 16
+"""Experts of a token, as for `dispatch`."""
 
 
 def reference(
@@ -92,6 +95,8 @@ def moe(
         if world.closed:
             raise Closed.used(rank, "moe")
     _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
+    _check_count(rank, "max_tokens", max_tokens, 1, "")
+    _check_count(rank, "tokens_per_rank", tokens_per_rank, max(1, x.shape[0]), ", with as many tokens on this rank")
     if max_tokens is None and tokens_per_rank is None:
         tokens_per_rank = max(1, topk_idx.shape[0])
     if max_tokens is None:
@@ -150,6 +155,11 @@ def _check(
             raise ShapeError.argument("moe", names[0], tuple(first.shape), wanted, rank)
         own = first.shape[: len(experts)]
         check(names[1], second, (x.dtype,), *own, first.shape[-1] // columns, result)
+        for name, w in zip(names, (first, second)):
+            if experts and not (w.is_contiguous() or w.mT.is_contiguous()):
+                found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
+                wanted = f"a contiguous tensor or a transposed view of one: {name}.contiguous()"
+                raise ShapeError.argument("moe", name, found, wanted, rank)
 
     if activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
@@ -157,6 +167,9 @@ def _check(
     columns = 2 if activation == "swiglu" else 1
     check("x", x, FLOATS, "T", "H")
     check("topk_idx", topk_idx, (torch.int64, torch.int32), x.shape[0], "K")
+    if topk_idx.shape[1] > MOST_CHOICES:
+        wanted = f"at most {MOST_CHOICES} experts of a token"
+        raise ShapeError.argument("moe", "topk_idx", tuple(topk_idx.shape), wanted, rank)
     check("topk_weights", topk_weights, (torch.float32,), *topk_idx.shape)
     check_pair(("w1", "w2"), w1, w2, "G", "E")
     if shared is not None:
@@ -165,3 +178,14 @@ def _check(
         check_pair(("shared[0]", "shared[1]"), *shared, w2.shape[2])
     if needed is not None:
         check("needed", needed, (torch.int32,), 2)
+
+
+def _check_count(rank: int, name: str, value: Any, least: int, why: str) -> None:
+    """Raise what is wrong with a number of tokens; None is right."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DtypeError.argument("moe", name, f"{type(value).__name__} {value!r:.40}", "an integer", rank)
+    if not least <= value <= MAX_INT:
+        wanted = f"at least {least}{why}" if value < least else f"at most {MAX_INT}"
+        raise ShapeError.argument("moe", name, value, wanted, rank)

@@ -347,12 +347,15 @@ def _moe_wrong() -> Bad:
             DtypeError: (None, torch.ones(3, 8).int(), torch.ones(3, 8).double()),
         },
         "topk_idx": {
-            ShapeError: tuple(torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (4, 2), (3, 2, 1))),
+            ShapeError: tuple(torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (4, 2), (3, 2, 1), (3, 17))),
             DtypeError: (None, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int16)),
         },
         "topk_weights": _dispatch_wrong()["topk_weights"],
-        "w1": {ShapeError: (w1[0], w1[:0], w1[:, :7], w1[..., :11]), DtypeError: (None, w1.half())},
-        "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1]), DtypeError: (None, w2.half())},
+        "w1": {
+            ShapeError: (w1[0], w1[:0], w1[:, :7], w1[..., :11], apart(2, 8, 12)),
+            DtypeError: (None, w1.half()),
+        },
+        "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1], apart(2, 6, 4)), DtypeError: (None, w2.half())},
         "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"])},
         "shared": {
             ShapeError: ((w1[0], w2[0][:, :3]), (w1[0], w2[0][:5]), (w1[0][:7], w2[0]), (w1, w2)),

@@ -145,6 +145,31 @@ def test_ranks_with_other_numbers_of_tokens_need_max_tokens() -> None:
         on_ranks(2, lambda world: pkt.moe(*(ranks[world.rank] for ranks in every.values())))
 
 
+WRONG: dict[str, tuple[Any, str]] = {  # by operand: a value, and what the message says
+    "w1": (torch.ones(2, 8, 12, 2)[..., 0], r"w1: found .* strides .*: w1\.contiguous\(\)"),
+    "w2": (torch.ones(2, 6, 4, 2)[..., 0], r"w2: found .* strides .*: w2\.contiguous\(\)"),
+    "topk_idx": (torch.zeros(3, 17, dtype=torch.int64), r"topk_idx: found \(3, 17\), wanted at most 16 experts"),
+    "max_tokens": (0, "max_tokens: found 0, wanted at least 1$"),
+    "tokens_per_rank": (2, "tokens_per_rank: found 2, wanted at least 3, with as many tokens on this rank$"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_this_call_and_not_those_that_it_makes(name: str) -> None:
+    right = {
+        "x": torch.ones(3, 8), "topk_idx": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.ones(3, 2),
+        "w1": torch.ones(2, 8, 12), "w2": torch.ones(2, 6, 4),
+    }  # fmt: skip
+    value, said = WRONG[name]
+
+    def run(world: Any) -> None:
+        with pytest.raises(pkt.PktError, match=f"^rank {world.rank}: moe: {said}"):
+            pkt.moe(**{**right, name: value})
+        pkt.moe(**right)
+
+    on_ranks(2, run)
+
+
 def test_few_tokens_travel_by_the_low_latency_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     every, used = layer(2, "random", (3, 2), 2, 2, 2 * F), []
     for operator in (DISPATCH, COMBINE):

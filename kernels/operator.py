@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, HeapFull, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, HeapFull, ShapeError, Unsupported
 from pkt.runtime.kept import Planned, by_types, planned, same
 from pkt.runtime.memory.tensor import facts
 from pkt.runtime.world import Workspace, World
@@ -89,7 +89,10 @@ class Operator(Choosing):
             with world.using(workspace, self.name):
                 return self(tensors, values, world, None, needs)
         out = tensors[self._written]
-        plans = world.plans
+        try:
+            plans = world.plans
+        except Closed:
+            raise world.closed_error(self.name) from None
         try:
             key = (self, values, needs, *facts(tensors, world, self.name, out))
             launch = plans.get(key)

@@ -88,10 +88,12 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
     """Raise DtypeError unless `tensor` is a tensor that has strides."""
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
-    if tensor.layout is not torch.strided:
-        found = f"a tensor with layout {_name(tensor.layout)}"
-        remedy = "" if name == "out" else f": {name}.to_dense()"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        found = "a nested tensor" if tensor.is_nested else f"a tensor with layout {_name(tensor.layout)}"
+        remedy = "" if name == "out" else f": {name}.{'to_padded_tensor(0)' if tensor.is_nested else 'to_dense()'}"
         raise DtypeError.argument(call, name, found, f"a dense one{remedy}", world.rank)
+    if isinstance(tensor, SymmetricTensor):
+        tensor._allocation.use(call)
     if not _has_memory(tensor):
         found = f"a {type(tensor).__name__} that has no memory of its own"
         remedy = "the tensor itself, outside torch.vmap and torch.func; of a DTensor its to_local()"

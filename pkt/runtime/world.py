@@ -438,9 +438,13 @@ class World:
 
     def _check(self, call: str) -> None:
         if self._closed:
-            if os.getpid() != self._pid:
-                raise Closed.forked(self.rank, call, self._pid)
-            raise Closed.used(self.rank, call)
+            raise self.closed_error(call)
+
+    def closed_error(self, call: str) -> Closed:
+        """The error of a use by `call` after the end, or in a forked process."""
+        if os.getpid() != self._pid:
+            return Closed.forked(self.rank, call, self._pid)
+        return Closed.used(self.rank, call)
 
 
 def _forked() -> None:

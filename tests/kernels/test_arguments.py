@@ -81,3 +81,22 @@ def test_tensors_that_are_not_dense() -> None:
     refused(pkt.DtypeError, f"out: {found}", "all_reduce", whole, sparse, mode="low_latency")
     bias = whole[0].to_sparse()
     refused(pkt.DtypeError, f"bias: {found}: bias.to_dense()", "matmul_all_reduce", whole, whole, bias=bias)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    refused(pkt.DtypeError, "x: found a nested tensor, wanted a dense one: x.to_padded_tensor(0)", "all_gather", nested)
+    assert nested.to_padded_tensor(0).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["grouped_matmul", "grouped_activation"])
+def test_a_freed_operand_of_a_local_operator(name: str) -> None:
+    def main(world: Any) -> None:
+        x, offsets = pkt.ones(4, 8), torch.tensor([0, 4], dtype=torch.int32)
+        x.free()
+        others = (torch.ones(1, 8, 8),) if name == "grouped_matmul" else ()
+        with pytest.raises(pkt.UseAfterFree, match=f"rank {world.rank}: {name} uses 'x' after it was freed"):
+            getattr(pkt, name)(x, *others, offsets)
+
+    pkt.launch(main, ranks=2, device="cpu", heap="1MiB")

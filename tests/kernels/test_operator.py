@@ -174,7 +174,7 @@ def test_no_plan_after_free_or_close() -> None:
         y = torch.zeros(2, 2)
         scaled(y, world=world)
         world.close()
-        with pytest.raises(Closed):
+        with pytest.raises(Closed, match="rank 0: scaled: the world is closed"):
             scaled(y, world=world)
 
     on_one_rank(main)

@@ -76,6 +76,21 @@ def test_views_stay_symmetric(ranks, name):
     ranks(2, main)
 
 
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, 1:], lambda x: x[..., 2::2], lambda x: x.split(2, 1)[1], lambda x: x[:0, 3:]]
+)
+@pytest.mark.parametrize("rows", [0, 2])
+def test_views_without_elements_stay_symmetric(ranks, rows, view):
+    """Though they may begin behind the tensor's memory."""
+
+    def main(world):
+        found = view(pkt.empty(rows, 4))
+        assert isinstance(found, pkt.SymmetricTensor)
+        assert found.numel() or pkt.all_gather(found, mode="pull").numel() == 0
+
+    ranks(2, main)
+
+
 def test_results_with_storage_of_their_own_are_plain(ranks):
     def main(world):
         x, y = pkt.ones(4, 4), pkt.ones(4, 4)

@@ -312,7 +312,7 @@ def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
         address = storage + result.storage_offset() * result.dtype.itemsize
         for source in sources:
             block, base = source._allocation.block, source._allocation.heap.backend.base
-            inside = base + block.offset <= address <= base + block.end
+            inside = base + block.offset <= address <= base + block.end or not result.numel()
             if inside and storage == source.untyped_storage().data_ptr():
                 return symmetric_over(result, source._allocation)
         return result

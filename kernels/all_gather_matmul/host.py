@@ -131,8 +131,8 @@ def all_gather_matmul(
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
         (size * k, N) with shard "columns". Or a list or tuple of such, of any N each; `out` and bias are then None or
         as many. Where these are views of one tensor, columns next to columns, they need not be contiguous: the product
-        of the whole is taken in one launch, and the results are views of one tensor, unless `out` are other tensors.
-        Of others each has a launch, and A travels during the first, that of most columns.
+        of the whole is taken in one launch, and the results are views of one tensor. Otherwise, and where `out` are no
+        such views, each is contiguous and has a launch, and A travels during the first, that of most columns.
     out: (size * m, N) of a's dtype, (m, N) with shard "columns", N / 2 columns with epilogue "swiglu"; shares no memory
         with the operands. A new tensor where None.
     bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default),

@@ -459,7 +459,7 @@ def _ring_wrong() -> Bad:
         "scale": {ShapeError: (0, -1.0, float("nan"), float("inf")), DtypeError: NO_NUMBER},
         "window": {
             ShapeError: ((-2, 0), (0, -2), (1 << 40, 0)),
-            DtypeError: (3, "ab", (1,), (1, 2, 3), (1.5, 2), ("1", 2), {1: 2}, (None, 1)),
+            DtypeError: (3, "ab", b"ab", (1,), (1, 2, 3), (1.5, 2), ("1", 2), {1: 2}, (None, 1)),
         },
         "length": {ShapeError: (-1, 9, *HUGE), DtypeError: NO_INTEGER},
         "num_comm_sms": COUNT,
@@ -572,7 +572,7 @@ def _to_heads_wrong() -> Bad:
 
 _TILES_WRONG = {
     ShapeError: ((16, 16), (0, 16, 16), (17, 16, 16), (16, 16, 8), (16,) * 8, (16, 16, 16, 0), (16, 16, 16, 8, 3)),
-    DtypeError: (16, "16", (16, 16, 2.5), (16, 16, "16"), (16, 16, None), {16: 16}),
+    DtypeError: (16, "16", b"16", (16, 16, 2.5), (16, 16, "16"), (16, 16, None), {16: 16}),
 }
 
 

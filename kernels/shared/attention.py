@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 def tiles(call: Call, name: str, value: Any) -> Tiles:
     """The check of the keyword `tiles`."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
@@ -48,7 +48,7 @@ def window(call: Call, name: str, value: Any) -> Any:
     """The check of the keyword `window`."""
     if value is None:
         return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != 2 or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
     for at, side in enumerate(value):

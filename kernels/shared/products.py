@@ -44,7 +44,7 @@ def nasty(*modes: str, **arguments: Any) -> Iterator[Case]:
 def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
     """The check of the keyword `tiles`, which fills in what is left out. Raises ShapeError or DtypeError unless the
     blocks are powers of two from 16, for tensor cores, and the rest can be compiled."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):

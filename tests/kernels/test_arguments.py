@@ -41,6 +41,7 @@ def test_tiles() -> None:
         refused(error, wanted, "matmul_all_reduce", whole, whole, tiles=value)
 
     tiles(pkt.DtypeError, "tiles: found int 16, wanted a sequence of integers", 16)
+    tiles(pkt.DtypeError, "tiles: found bytes b'16', wanted a sequence of integers", b"16")
     tiles(pkt.DtypeError, "tiles: found tuple (16, None, 16), wanted a sequence", (16, None, 16))
     tiles(pkt.DtypeError, "tiles[0]: found str '16', wanted an integer", ("16", 16, 16))
     tiles(pkt.DtypeError, "tiles[2]: found float 16.0, wanted an integer", [16, 16, 16.0])

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from pkt.model.config import Config
 from pkt.model.cost import Estimate
 from pkt.model.gpu import Gpu
 from pkt.runtime.world import World, check_rank
+from pkt.wording import found_text, value_text
 
 Launch = Callable[..., torch.Tensor]
 """launch(*tensors) -> the result, for tensors like those it was planned with. It keeps none of them."""
@@ -258,7 +260,7 @@ def integer(least: int | None = None, most: int = MAX_INT) -> Check:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool):
-            found = f"{type(value).__name__} {value!r:.40}"
+            found = found_text(value)
             raise DtypeError.argument(call.name, name, found, "an integer", call.world.rank)
         low = -MAX_INT if least is None else least
         if value < low:
@@ -277,7 +279,7 @@ def number(above: float = -math.inf) -> Check:
         if value is None:
             return None
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            found = f"{type(value).__name__} {value!r:.40}"
+            found = found_text(value)
             raise DtypeError.argument(call.name, name, found, "a number", call.world.rank)
         if not above < value < math.inf:
             raise call.refuse(name, value, "a finite number" if above == -math.inf else f"more than {above}")
@@ -290,9 +292,9 @@ def choice(*choices: str | None) -> Check:
     """One of `choices`."""
 
     def check(call: Call, name: str, value: Any) -> Any:
-        if value not in choices:
-            where = f"rank {call.world.rank}: {call.name}"
-            raise Unsupported.here(where, f"found {name} {value!r}", f"wanted {' or '.join(map(repr, choices))}")
+        if not isinstance(value, (str, NoneType)) or value not in choices:
+            where, found = f"rank {call.world.rank}: {call.name}", f"found {name} {value_text(value)}"
+            raise Unsupported.here(where, found, f"wanted {' or '.join(map(repr, choices))}")
         return value
 
     return check
@@ -301,7 +303,7 @@ def choice(*choices: str | None) -> Check:
 def flag(call: Call, name: str, value: Any) -> bool:
     """The check of a keyword that is True or False."""
     if not isinstance(value, bool):
-        found = f"{type(value).__name__} {value!r:.40}"
+        found = found_text(value)
         raise DtypeError.argument(call.name, name, found, "True or False", call.world.rank)
     return value
 

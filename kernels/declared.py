@@ -12,7 +12,7 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World
-from pkt.wording import count_text
+from pkt.wording import count_text, found_text
 
 from . import traced
 from .agreement import world_of
@@ -146,9 +146,7 @@ class Declared:
         missing = [part for (part, optional), x in zip(parts, found) if x is None and not optional]
         if missing and (lacks := [part for part in missing if not hasattr(value, part)]):
             rank = world_of(self.name, world).rank
-            raise DtypeError.argument(
-                self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
-            )
+            raise DtypeError.argument(self.name, name, found_text(value), f"what has {' and '.join(lacks)}", rank)
         return found
 
     # ------------------------------------------------------------------------------ a call against the declaration
@@ -168,7 +166,8 @@ class Declared:
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         if call.asked is not None:
             forms = tuple(self.forms_of(world))
-            if call.asked not in forms and call.asked in (*self.forms, *self.across):
+            known = isinstance(call.asked, str) and call.asked in (*self.forms, *self.across)
+            if known and call.asked not in forms:
                 found = f"found mode {call.asked!r} in a world of {world.nodes} node{'s' * across}"
                 wanted = f"wanted {' or '.join(map(repr, forms))}"
                 raise Unsupported.here(f"rank {world.rank}: {self.name}", found, wanted)

@@ -17,6 +17,7 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
+from pkt.wording import found_text, value_text
 
 from . import gradients, grouped_gradients
 from .agreement import world_of
@@ -156,14 +157,14 @@ def _check(x: Any, offsets: Any, activation: Any, clear: Any, world: World) -> N
     """Raise what the function's docstring says."""
     call, rank = "grouped_activation", world.rank
     grouped_gradients.check_rows(call, x, offsets, world)
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
-        raise Unsupported.here(f"rank {rank}: {call}", f"found activation {activation!r}", f"wanted {wanted}")
+        raise Unsupported.here(f"rank {rank}: {call}", f"found activation {value_text(activation)}", f"wanted {wanted}")
     if x.shape[1] % columns_each(activation):
         wanted = 'an even number of columns for activation "swiglu", gate and up in turn'
         raise ShapeError.argument(call, "x", tuple(x.shape), wanted, rank)
     if not isinstance(clear, bool):
-        raise DtypeError.argument(call, "clear", f"{type(clear).__name__} {clear!r:.40}", "True, False or None", rank)
+        raise DtypeError.argument(call, "clear", found_text(clear), "True, False or None", rank)
 
 
 def _activate(

@@ -22,6 +22,7 @@ import triton.language as tl
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.world import World
+from pkt.wording import found_text
 
 from . import gradients, grouped_fp8, grouped_gradients
 from .agreement import world_of
@@ -238,7 +239,7 @@ def _check_plain(clear: Any, expected: Any, world: World) -> None:
     if world.closed:
         raise Closed.used(world.rank, "grouped_matmul")
     if not isinstance(clear, bool):
-        found = f"{type(clear).__name__} {clear!r:.40}"
+        found = found_text(clear)
         raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
     if expected is not None:
         integer(least=0)(Call("grouped_matmul", world, {}, {}, {}, None), "expected", expected)

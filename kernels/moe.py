@@ -14,6 +14,7 @@ import torch
 
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
+from pkt.wording import found_text, value_text
 
 from . import gradients, grouped_gradients
 from .agreement import world_of
@@ -161,9 +162,9 @@ def _check(
                 wanted = f"a contiguous tensor or a transposed view of one: {name}.contiguous()"
                 raise ShapeError.argument("moe", name, found, wanted, rank)
 
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
-        raise Unsupported.here(f"rank {rank}: moe", f"found activation {activation!r}", f"wanted {wanted}")
+        raise Unsupported.here(f"rank {rank}: moe", f"found activation {value_text(activation)}", f"wanted {wanted}")
     columns = 2 if activation == "swiglu" else 1
     check("x", x, FLOATS, "T", "H")
     check("topk_idx", topk_idx, (torch.int64, torch.int32), x.shape[0], "K")
@@ -185,7 +186,7 @@ def _check_count(rank: int, name: str, value: Any, least: int, why: str) -> None
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise DtypeError.argument("moe", name, f"{type(value).__name__} {value!r:.40}", "an integer", rank)
+        raise DtypeError.argument("moe", name, found_text(value), "an integer", rank)
     if not least <= value <= MAX_INT:
         wanted = f"at least {least}{why}" if value < least else f"at most {MAX_INT}"
         raise ShapeError.argument("moe", name, value, wanted, rank)

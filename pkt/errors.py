@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pkt.wording import Access, Waiting, count_text, dtype_text, ranks_text, size_text, traceback_text, waiting_table
+from pkt.wording import (
+    Access,
+    Waiting,
+    count_text,
+    dtype_text,
+    ranks_text,
+    size_text,
+    traceback_text,
+    value_text,
+    waiting_table,
+)
 
 E = TypeVar("E", bound="PktError")
 
@@ -255,12 +265,9 @@ class RankError(PktError, IndexError):
 
     @classmethod
     def outside(cls, rank: int, call: str, found: Any, size: int) -> RankError:
-        return cls.of(
-            f"rank {rank}: {call}: found rank {found!r}, wanted an integer from 0 to {size - 1} (the world has {size})",
-            rank=rank,
-            found=found,
-            size=size,
-        )
+        wanted = f"an integer from 0 to {size - 1} (the world has {size})"
+        text = f"rank {rank}: {call}: found rank {value_text(found)}, wanted {wanted}"
+        return cls.of(text, rank=rank, found=found, size=size)
 
 
 class SignalIndexError(PktError, IndexError):

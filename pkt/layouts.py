@@ -39,11 +39,17 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     memory as they do, or (2 * n,); it shares no memory with them. Call it once, where the weights are loaded. Raises
     ShapeError, DtypeError.
     """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided:
+            found = f"layout {weight.layout}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+            raise DtypeError.argument("pkt.interleave", name, found, "a dense tensor")
     if gate.ndim not in (1, 2) or gate.shape != up.shape:
         found, wanted = f"{tuple(gate.shape)} and {tuple(up.shape)}", "two of one shape, (k, n) or (n,)"
         raise ShapeError.argument("pkt.interleave", "gate and up", found, wanted)
     if gate.dtype != up.dtype:
         raise DtypeError.argument("pkt.interleave", "up", up.dtype, f"gate's, {gate.dtype}")
+    if gate.device != up.device:
+        raise DtypeError.argument("pkt.interleave", "up", f"a tensor on {up.device}", f"one on {gate.device}, as gate")
     if all(x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous() for x in (gate, up)):
         return torch.stack((gate.t(), up.t()), dim=1).flatten(0, 1).t()
     return torch.stack((gate, up), dim=-1).flatten(-2)

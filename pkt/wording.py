@@ -50,6 +50,16 @@ def size_text(nbytes: int, down: bool = False) -> str:
 _COLUMNS = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
 
 
+def value_text(value: Any, most: int = 40) -> str:
+    """The first `most` letters of what a value prints, on one line: a tensor and an array print several."""
+    return " ".join(repr(value).split())[:most]
+
+
+def found_text(value: Any) -> str:
+    """`float 2.5`: a value of a wrong type, in an error."""
+    return f"{type(value).__name__} {value_text(value)}"
+
+
 def html_text(text: str) -> str:
     """Plain text as a notebook shows it: escaped, with its columns aligned."""
     import html  # here, because only notebooks need it

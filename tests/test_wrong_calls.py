@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import typer.testing
@@ -27,18 +28,19 @@ LAYOUTS = {  # tensors that no operator takes
     "bool": torch.ones(4, 4, dtype=torch.bool),
     "sparse": torch.eye(4).to_sparse(),
 }
-AXIS = {pkt.ShapeError: (7, -7, 2.5, "0", None)}
+LINES = torch.ones(9, 9), numpy.ones((9, 9))  # print several lines, and are neither equal nor unequal to a word
+AXIS = {pkt.ShapeError: (7, -7, 2.5, "0", None, *LINES)}
 BAD: dict[str, dict[type[pkt.PktError], tuple[Any, ...]]] = {  # keyword of an operator -> what is wrong for all of them
-    "mode": {pkt.Unsupported: ("", "fast", 3, ["push"], 2.5, b"push", "PUSH")},
-    "block": {pkt.ShapeError: (0, -1, 3, 1 << 21), pkt.DtypeError: (2.5, "16")},
+    "mode": {pkt.Unsupported: ("", "fast", 3, ["push"], 2.5, b"push", "PUSH", *LINES)},
+    "block": {pkt.ShapeError: (0, -1, 3, 1 << 21), pkt.DtypeError: (2.5, "16", *LINES)},
     "chunks": {pkt.ShapeError: (0, -1), pkt.DtypeError: (2.5, "2")},
     "dim": AXIS,
     "scatter": AXIS,
     "gather": AXIS,
-    "op": {pkt.Unsupported: ("", "mean", 3, None)},
-    "root": {pkt.RankError: (-1, 2, 2.5, "0", None)},
-    "epilogue": {pkt.Unsupported: ("", "tanh", 3, None)},
-    "shard": {pkt.Unsupported: ("", "diagonal", 3, None)},
+    "op": {pkt.Unsupported: ("", "mean", 3, None, *LINES)},
+    "root": {pkt.RankError: (-1, 2, 2.5, "0", None, *LINES)},
+    "epilogue": {pkt.Unsupported: ("", "tanh", 3, None, *LINES)},
+    "shard": {pkt.Unsupported: ("", "diagonal", 3, None, *LINES)},
     "tiles": {
         pkt.ShapeError: ((16, 16), (0, 16, 16), (-16, 16, 16), (17, 16, 16)),
         pkt.DtypeError: (16, "16", (16, 16, 2.5)),

@@ -15,7 +15,7 @@ from pkt.kernels.dispatch import Dispatched
 
 Bad = Mapping[str, Mapping[type[PktError], tuple[Any, ...]]]
 HUGE = (1 << 31, 1 << 40, 1 << 70)
-NO_INTEGER = (2.5, "2", (2,), [], torch.ones(1), b"2", True)
+NO_INTEGER = (2.5, "2", (2,), [], torch.ones(9, 9), b"2", True)
 NO_NUMBER = ("1", [], (1.0,), True, 1j, torch.ones(1))
 COUNT = {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER}
 """Of a setting that counts something, from 1."""
@@ -327,7 +327,7 @@ def _activation_wrong() -> Bad:
     return {
         "x": {**wrong["x"], ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(6, 7), apart(6, 8))},
         "offsets": wrong["offsets"],
-        "activation": {Unsupported: ("", "none", 3, None, ["swiglu"])},
+        "activation": {Unsupported: ("", "none", 3, None, ["swiglu"], torch.ones(9, 9).numpy())},
         "clear": {DtypeError: (2, "True", [True])},
     }
 
@@ -356,7 +356,7 @@ def _moe_wrong() -> Bad:
             DtypeError: (None, w1.half()),
         },
         "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1], apart(2, 6, 4)), DtypeError: (None, w2.half())},
-        "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"])},
+        "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"], torch.ones(9, 9).numpy())},
         "shared": {
             ShapeError: ((w1[0], w2[0][:, :3]), (w1[0], w2[0][:5]), (w1[0][:7], w2[0]), (w1, w2)),
             DtypeError: (3, (w1[0],), (w1[0], None), (w1[0].half(), w2[0])),

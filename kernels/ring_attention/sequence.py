@@ -19,6 +19,7 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World
+from pkt.wording import found_text, value_text
 
 from ..agreement import world_of
 
@@ -90,10 +91,12 @@ def spans(cu_seqlens: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tenso
 # ---------------------------------------------------------------------------------------------------- for users
 def _checked(call: str, layout: str, dim: int, x: torch.Tensor, world: World | None) -> tuple[World, int]:
     world = world_of(call, world)
-    if layout not in LAYOUTS:
-        raise Unsupported.here(f"rank {world.rank}: {call}", f"found layout {layout!r}", f"wanted one of {LAYOUTS}")
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError.argument(call, "x", type(x).__name__, "a tensor", world.rank)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        found = f"found layout {value_text(layout)}"
+        raise Unsupported.here(f"rank {world.rank}: {call}", found, f"wanted one of {LAYOUTS}")
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        found = f"layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DtypeError.argument(call, "x", found, "a tensor that is dense", world.rank)
     dim = _integer(call, "dim", dim, world)
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError.argument(call, "dim", dim, f"a dimension of {tuple(x.shape)}", world.rank)
@@ -104,7 +107,7 @@ def _integer(call: str, name: str, value: Any, world: World) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        found = f"{type(value).__name__} {value!r:.40}"
+        found = found_text(value)
         raise DtypeError.argument(call, name, found, "an integer", world.rank) from None
 
 

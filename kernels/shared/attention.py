@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 
 from pkt.errors import DtypeError, ShapeError
+from pkt.wording import found_text
 
 from ..declaration import MAX_STAGES, Call, integer
 
@@ -31,7 +32,7 @@ class Tiles(NamedTuple):
 def tiles(call: Call, name: str, value: Any) -> Tiles:
     """The check of the keyword `tiles`."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
+        found = found_text(value)
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
         integer(1)(call, f"{name}[{at}]", size)
@@ -49,7 +50,7 @@ def window(call: Call, name: str, value: Any) -> Any:
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != 2 or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
+        found = found_text(value)
         raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
     for at, side in enumerate(value):
         integer(-1)(call, f"{name}[{at}]", side)

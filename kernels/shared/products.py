@@ -9,6 +9,7 @@ import torch
 
 from pkt.errors import DtypeError
 from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.wording import found_text
 
 from ..declaration import MAX_BLOCK, MAX_STAGES, Call, Case, Launch, Operand, choice, integer
 from ..gradients import Gradients, Recorded
@@ -45,7 +46,7 @@ def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
     """The check of the keyword `tiles`, which fills in what is left out. Raises ShapeError or DtypeError unless the
     blocks are powers of two from 16, for tensor cores, and the rest can be compiled."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
+        found = found_text(value)
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
         integer()(call, f"{name}[{at}]", size)

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pkt.wording import value_text
+
 from ..declaration import Call, Check
 from .grid import COPY_BYTES
 
@@ -84,7 +86,7 @@ def axis(operand: str) -> Check:
         whole = isinstance(dim, int) and not isinstance(dim, bool)
         if not whole or not -ndim <= dim < ndim:
             wanted = f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}"
-            raise call.refuse(name, repr(dim), wanted if whole else f"{wanted}, an integer of Python's")
+            raise call.refuse(name, value_text(dim), wanted if whole else f"{wanted}, an integer of Python's")
         return dim % ndim
 
     return check

@@ -12,6 +12,7 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.world import World
+from pkt.wording import found_text
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -22,11 +23,11 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 def dimension(call: str, x: torch.Tensor, dim: int, world: World) -> int:
     """`dim` of x as a number from 0. Raises ShapeError for the last one, and one that x lacks, and DtypeError."""
     if not isinstance(dim, int):
-        raise DtypeError.argument(call, "sequence_dim", f"{type(dim).__name__} {dim!r:.40}", "an integer", world.rank)
+        raise DtypeError.argument(call, "sequence_dim", found_text(dim), "an integer", world.rank)
     found = dim + x.ndim if dim < 0 else dim
     if not 0 <= found < x.ndim - 1:
-        found_text, wanted = f"x {tuple(x.shape)} and sequence dimension {dim}", "a dimension of x before the last"
-        raise ShapeError.argument(call, "x", found_text, wanted, world.rank)
+        said, wanted = f"x {tuple(x.shape)} and sequence dimension {dim}", "a dimension of x before the last"
+        raise ShapeError.argument(call, "x", said, wanted, world.rank)
     return found
 
 

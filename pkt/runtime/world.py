@@ -22,7 +22,7 @@ from pkt.runtime.launch.streams import OneInFlight
 from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.processes import wire
 from pkt.runtime.team import TeamBackend, check_agreed, check_translated, checked_ranks
-from pkt.wording import count_text, dtype_text, html_text, size_text, table
+from pkt.wording import count_text, dtype_text, found_text, html_text, size_text, table
 
 T = TypeVar("T")
 SHOWN = 16  # allocations that a notebook shows of a world
@@ -473,12 +473,12 @@ def check_rank(rank: Any, world: World | Backend, call: str) -> int:
 def check_function(call: str, fn: Any, args: Any) -> None:
     """Raise DtypeError unless `fn` is a function and `args` a sequence of its further arguments."""
     if not callable(fn):
-        raise DtypeError.argument(call, "fn", f"{type(fn).__name__} {fn!r:.40}", "a function of the world")
+        raise DtypeError.argument(call, "fn", found_text(fn), "a function of the world")
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         wanted = "a plain function: a call of one with yield, or of an async one, runs nothing of it"
         raise DtypeError.argument(call, "fn", f"{fn!r:.40}", wanted)
     if not isinstance(args, Sequence) or isinstance(args, str):
-        raise DtypeError.argument(call, "args", f"{type(args).__name__} {args!r:.40}", "a tuple, as in (x,)")
+        raise DtypeError.argument(call, "args", found_text(args), "a tuple, as in (x,)")
 
 
 def check_counts(call: str, **counts: Any) -> None:

@@ -93,6 +93,10 @@ def test_wrong_arguments_of_layouts() -> None:
             refused(f"{name}: x: found list, wanted a tensor", lambda function=function: function([1.0]))
             refused(f"{name}: dim: found str '1', wanted an integer", lambda function=function: function(x, "1"))
             refused(f"{name}: world: found int", lambda function=function: function(x, world=3))
+            refused(f"{name}: x: found layout torch.sparse", lambda function=function: function(x.to_sparse()))
+            lines: Any = torch.ones(9, 9).numpy()
+            found = rf"{name}: found layout array[^\n]*: wanted one of"
+            refused(found, lambda function=function, lines=lines: function(x, layout=lines), pkt.Unsupported)
         positions, whole = pkt.sequence_positions, pkt.unshard_sequence
         refused("sequence_positions: length: found float 3.0", lambda: positions(3.0))  # type: ignore[arg-type]
         refused("sequence_positions: length: found -1, wanted at least 0", lambda: positions(-1), pkt.ShapeError)

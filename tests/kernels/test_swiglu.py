@@ -135,6 +135,15 @@ def test_interleave() -> None:
         pkt.interleave(gate, up.half())
 
 
+def test_interleave_takes_two_dense_tensors_of_one_device() -> None:
+    weight = torch.ones(4, 3)
+    for wrong in (3, None, [1.0], weight.to_sparse()):
+        with pytest.raises(pkt.DtypeError, match=r"pkt.interleave: up: found .*, wanted a dense tensor"):
+            pkt.interleave(weight, wrong)  # type: ignore[arg-type]
+    with pytest.raises(pkt.DtypeError, match="up: found a tensor on meta, wanted one on cpu, as gate"):
+        pkt.interleave(weight, weight.to("meta"))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     a, b = torch.ones(4, 4), torch.ones(4, 6)
     remedy = r'b: found \(4, 5\), wanted an even number of columns for epilogue "swiglu".*pkt.interleave\(gate, up\)'

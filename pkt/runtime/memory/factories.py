@@ -16,6 +16,7 @@ from pkt.runtime.backend import Kind
 from pkt.runtime.memory.callsite import call_site
 from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
 from pkt.runtime.world import World, current_world
+from pkt.wording import found_text
 
 Size = int | Sequence[int]
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -226,7 +227,7 @@ def _refused(call: str, name: str, found: Any, wanted: str, world: World | None)
 def _shape_of(call: str, x: torch.Tensor, world: World | None) -> tuple[int, ...]:
     if not isinstance(x, torch.Tensor):
         rank = (world or current_world(f"pkt.{call}")).rank
-        raise DtypeError.argument(call, "x", f"{type(x).__name__} {x!r:.40}", "a tensor", rank)
+        raise DtypeError.argument(call, "x", found_text(x), "a tensor", rank)
     return tuple(x.shape)
 
 
@@ -258,7 +259,7 @@ def _make(
     world = world or current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        found = f"{type(dtype).__name__} {dtype!r:.40}"
+        found = found_text(dtype)
         raise DtypeError.argument(call, "dtype", found, "a torch.dtype", world.rank)
     if dtype in _QUANTIZED:
         raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)

@@ -57,7 +57,8 @@ ARROWS = {
         ["torch"],
     ),
     "pkt.runtime.memory.factories": (
-        ["pkt.errors", "pkt.runtime.backend", "pkt.runtime.memory", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
+        ["pkt.errors", "pkt.wording"]
+        + ["pkt.runtime.backend", "pkt.runtime.memory", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
         ["torch"],
     ),
     "pkt.runtime.groups": (["pkt.errors", "pkt.runtime.world"], ["torch"]),
@@ -110,7 +111,7 @@ ARROWS = {
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
     "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy", "platformdirs"]),
     "pkt.kernels.agreement": (["pkt.errors", "pkt.wording", "pkt.runtime"], ["torch"]),
-    "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
+    "pkt.kernels.declaration": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"], ["torch"]),
     "pkt.kernels.forecast": (["pkt.errors", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.staging": (["pkt.errors", "pkt.runtime", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.shared": (

@@ -12,12 +12,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton.language as tl
 
-from pkt.simulate.ending import Ending, ending
+if TYPE_CHECKING:
+    from pkt.simulate.ending import Ending
 
 POLL = 1  # number of the loop inside `tl.atomic_poll`; the loops of sources have greater ones
 SURE = 8  # iterations without a change after which a loop counts as spinning
@@ -72,6 +73,8 @@ class Source:
         self.assigned = assigned
         self.expressions: list[ast.expr] = []
         self.constants: list[Any] = []
+        from pkt.simulate.ending import ending  # only here: kernels without such loops do not need it
+
         self.ending = ending(loop, _finds)
         self.test = self._statement(loop.test)
         self.body = self._read(loop.body)

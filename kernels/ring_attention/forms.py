@@ -289,6 +289,7 @@ TILES = {"tiles": attention.default_tiles}
 SMALL = {"tiles": (16, 16)}
 SHAPES = dict.fromkeys(("q", "k", "v"), (1, 3, 1, 4))
 EIGHT = dict.fromkeys(SHAPES, (1, 3, 1, 8))  # the least D that torch's kernels for GPUs take
+TILED = dict.fromkeys(SHAPES, (2, 150, 2, 64))  # more than a tile of the Gluon kernel
 HALF = torch.bfloat16  # these kernels take no fp32
 CAUSAL = {"causal": True, "return_lse": True}
 OPERATOR = Operator(
@@ -336,5 +337,6 @@ OPERATOR = Operator(
         Case(shapes=SHAPES, arguments={"mode": "copy", **CAUSAL}, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1), "return_lse": True}, explore=False),
         Case(shapes=EIGHT, arguments={"mode": "parts", "layout": "zigzag", **CAUSAL}, out="new", dtype=HALF),
+        Case(shapes=TILED, arguments={"mode": "gluon", **CAUSAL}, out="new", dtype=HALF, explore=False),
     ),
 )  # fmt: skip

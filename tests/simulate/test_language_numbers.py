@@ -8,9 +8,14 @@ import triton
 import triton.language as tl
 
 import pkt
+from pkt.simulate import skipped
 from tests.simulate.helpers import line_of, run
 
 NINE = tl.constexpr(9)
+
+OF_THIS_RELEASE = pytest.mark.skipif(
+    not triton.__version__.startswith(skipped.CHECKED), reason="newer releases of Triton make other constants"
+)
 
 
 @triton.jit
@@ -203,6 +208,7 @@ def negative_zero(out, x):
     tl.store(out + 2 + tl.arange(0, 2), v + -0.0)
 
 
+@OF_THIS_RELEASE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_constant_zero_is_positive(dtype: torch.dtype) -> None:
     out = torch.full((4,), -1, dtype=dtype)
@@ -231,6 +237,7 @@ def compared(out, x):
     tl.store(out + tl.arange(0, 4), (v > 1e39).to(tl.int32) + 10 * (v == 1e-40) + 100 * (v >= float("inf")))
 
 
+@OF_THIS_RELEASE
 def test_a_number_beyond_fp32_is_compared_in_fp64() -> None:
     out, x = torch.empty(4, dtype=torch.int32), torch.tensor([float("inf"), 1e-40, 3e38, 0])
     run(compared, (1,), out, x)

@@ -28,6 +28,7 @@ from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.grid import num_programs
+from ..shared.products import fitting
 from ..shared.tile_attention import LN2, blocks, interval
 from .kernel import Attention, num_pieces, piece, visit
 from .planning import GLUON_TILES, Plan, sizes
@@ -315,6 +316,8 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
         acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
         memory.values.free(n)
         n += 1
+        empty = total == 0.0  # all scores are minus infinity
+        total = gl.where(empty, 1.0, total)
         out = acc / gl.convert_layout(total, ROWS_OF_RESULT)[:, None]
         m = gl.arange(0, HALF, layout=ROWS_OF_RESULT)
         d = gl.arange(0, p.D, layout=gl.SliceLayout(0, RESULT))
@@ -323,7 +326,8 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
         gl.store(p.out_ptr + base + places, out.to(DTYPE), mask=(m < rows)[:, None])
         m = gl.arange(0, HALF, layout=ROWS)
         base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
-        gl.store(p.lse_ptr + base + m, (top + gl.log2(total)) * LN2, mask=m < rows)
+        lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
+        gl.store(p.lse_ptr + base + m, lse, mask=m < rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -372,8 +376,15 @@ def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: Sym
     def rows(x: torch.Tensor, outer: tuple[int, int], heads: int, block: int) -> Any:
         return descriptor(x.view(*outer, heads * d), (1, block, d))
 
-    q_rows = rows(call["q"], one, h, GLUON_TILES.block_m // CONSUMERS.value)
-    own = [rows(call[name], one, g, GLUON_TILES.block_n) for name in ("k", "v")]
+    fits = [fitting(call[name]) for name in ("q", "k", "v")]
+
+    def fitted(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The operands, which TMA can address."""
+        return [fit(x) if fit else x for fit, x in zip(fits, tensors)]
+
+    some_q, *some = fitted(*(call[name] for name in ("q", "k", "v")))
+    q_rows = rows(some_q, one, h, GLUON_TILES.block_m // CONSUMERS.value)
+    own = [rows(x, one, g, GLUON_TILES.block_n) for x in some]
     theirs = [lasts(rows(x.plain(), others, g, GLUON_TILES.block_n)) for x in (keys, values)] if world.size > 1 else own
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "WAY": tl.constexpr("copied")}
     tasks, group = b * h * plan.blocks, h // g
@@ -386,7 +397,7 @@ def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: Sym
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: None, lse: torch.Tensor
     ) -> Any:
         p = Attention(**{**same, "out_ptr": out, "lse_ptr": lse, "ready_ptr": ready})
-        q_rows.base, own[0].base, own[1].base = q, k, v
+        q_rows.base, own[0].base, own[1].base = fitted(q, k, v)
         try:
             start(q_rows, *own, *theirs, p, near, world.device)
         finally:

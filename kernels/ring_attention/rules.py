@@ -25,6 +25,8 @@ def fits_gluon(call: Call) -> str:
     if lacks := missing_anywhere(call.world):
         return lacks
     s, twice = call["s"], 2 * GLUON_TILES.block_n
+    if not call["q"].numel():
+        return "no queries"
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.dtype}, not bfloat16 or float16"
     if call["d"] not in (64, 128):

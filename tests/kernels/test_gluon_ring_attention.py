@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
 
+from pkt.kernels.declaration import Call
 from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import Pointer, compile_only, device_world
 
@@ -17,7 +19,7 @@ from .machine_code import resources, sass
 
 ring = pytest.importorskip("pkt.kernels.ring_attention.gluon")
 from pkt.kernels.ring_attention.kernel import Attention  # noqa: E402
-from pkt.kernels.ring_attention.planning import GLUON_TILES  # noqa: E402
+from pkt.kernels.ring_attention.planning import GLUON_TILES, planned  # noqa: E402
 from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 
 B, S, H, KV = 2, 1024, 16, 8
@@ -70,3 +72,30 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
         assert events[first : last + 1].count("WARPGROUP.DEPBAR") == 3
         assert "STL" not in events[first : last + 1]
     assert events.count("WARPGROUP.DEPBAR") == 2 * 4
+
+
+def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA is given copies of those that do not begin at a multiple of 16 bytes, and no tensor is kept."""
+    launched: list[list[torch.Tensor]] = []
+    descriptors: list[Any] = []
+
+    def start(*args: Any) -> None:
+        descriptors[:] = args[:3]
+        launched.append([one.base for one in descriptors])
+
+    monkeypatch.setattr(ring, "cooperative_launch", lambda *_, **__: start)
+    monkeypatch.setattr(ring, "num_programs", lambda world, tasks: tasks)
+    heads = {"q": H, "k": KV, "v": KV}
+    flat = {name: torch.randn(B * S * n * 64 + 1).bfloat16() for name, n in heads.items()}
+    given = {name: flat[name][name != "k" :][: B * S * n * 64].view(B, S, n, 64) for name, n in heads.items()}
+    arguments = {"causal": True, "layout": "contiguous", "scale": None, "window": None, "length": None}
+    world = SimpleNamespace(size=1, rank=0, device=None)
+    call = Call("", world, {**given, "cu_seqlens": None}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
+    call.sizes = {"b": B, "s": S, "h": H, "g": KV, "d": 64}
+    launch = ring.planned_attention(call, planned(call, GLUON_TILES), None, None, None)
+    launch(*given.values(), torch.empty(0), None, torch.empty(0))
+    for (name, x), found in zip(given.items(), launched[0], strict=True):
+        assert torch.equal(found, x)
+        assert found.data_ptr() % 16 == 0
+        assert (found is x) == (name == "k")
+    assert all(one.base is None for one in descriptors)

@@ -306,6 +306,9 @@ def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -
     wide = planned(4096, window=(9, 0))
     wide.sizes["d"] = 256
     assert rules.fits_gluon(wide) == "D 256, not 64 or 128"
+    none = planned(4096, window=(9, 0))
+    none.tensors["q"] = torch.empty(0, 4096, 16, 128, dtype=torch.bfloat16)
+    assert rules.fits_gluon(none) == "no queries"
 
 
 def test_gluon_is_refused_where_it_does_not_run() -> None:

@@ -186,7 +186,8 @@ def _fused(call: Call) -> Launch:
 
 
 def _copied(call: Call) -> Launch:
-    plan, programs = planned(call), num_programs(call.world, _tasks(call, planned(call)))
+    plan = planned(call)
+    programs = num_programs(call.world, _tasks(call, plan))
 
     def attention_to(keys: SymmetricTensor, values: SymmetricTensor, counters: SymmetricTensor) -> Launch:
         buffers = {"k_inbox_ptr": keys, "v_inbox_ptr": values, "ready_ptr": counters}

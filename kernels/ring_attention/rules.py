@@ -20,8 +20,9 @@ with a causal mask (`ring_attention_1.json`)."""
 
 
 def fits_gluon(call: Call) -> str:
-    """Why the Gluon kernel cannot compute a call; "" where it can. It reads whole blocks of keys. So what lies behind
-    the last key of a part must be no other key, which may be no number: its value, too, is multiplied, with 0."""
+    """Why the Gluon kernel cannot compute a call; "" where it can. It reads whole blocks of keys and values, and
+    multiplies with 0 the values that a query does not see. So no block may reach into rows that have not arrived: they
+    may be NaN."""
     if lacks := missing_anywhere(call.world):
         return lacks
     s, twice = call["s"], 2 * GLUON_TILES.block_n

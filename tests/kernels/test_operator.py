@@ -272,14 +272,20 @@ KINDS = {  # how a tensor of these elements may lie in memory
 }
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
-def test_collectives_take_any_tensor(operator: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice each, the second time with other elements. large: as if x were too large for flagged words."""
-    if large:
+@pytest.fixture(params=["few", "many"])
+def elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Many: as if a tensor were too large for flagged words."""
+    if request.param == "many":
         monkeypatch.setattr(flagged, "few", lambda *_: False)
         monkeypatch.setattr(flagged, "few_of_parts", lambda *_: False)
         monkeypatch.setattr(flagged, "shots", lambda *_: 0)
+    return request.param
+
+
+@pytest.mark.usefixtures("elements")
+@pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
+def test_collectives_take_any_tensor(operator: Any) -> None:
+    """Twice each, the second time with other elements."""
 
     def main(world: Any) -> None:
         everybody = [torch.arange(24.0).view(4, 6) + 100 * rank for rank in range(world.size)]
@@ -321,14 +327,10 @@ def test_a_named_form_takes_symmetric_tensors_of_any_strides(operator: Any, mode
     pkt.launch(main, ranks=2, device="cpu", heap="8MiB", sms=2)
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.usefixtures("elements")
 @pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
-def test_collectives_take_tensors_of_another_team(operator: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As plain ones. large: as if x were too large for flagged words."""
-    if large:
-        monkeypatch.setattr(flagged, "few", lambda *_: False)
-        monkeypatch.setattr(flagged, "few_of_parts", lambda *_: False)
-        monkeypatch.setattr(flagged, "shots", lambda *_: 0)
+def test_collectives_take_tensors_of_another_team(operator: Any) -> None:
+    """As plain ones."""
 
     def main(world: Any) -> None:
         row, column = divmod(world.rank, 2)

@@ -124,9 +124,9 @@ def binary(name: str, slow: Callable) -> Callable:
             elif kind is int and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
                 right = left.dtype.type(other)
             elif have == "fp32" and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
-                if compares and not _is_fp32(other):
+                if (compares and not _is_fp32(other)) or (not other and _is_negative(other)):
                     return slow(self, other)
-                right = np.float32(other or 0.0)  # Triton has no constant -0.0
+                right = np.float32(other)
             elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS:
                 left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
                 ty = tl.int64
@@ -210,15 +210,20 @@ def _is_fp32(x: float) -> bool:
     return x == 0 or 2.0**-126 <= abs(x) <= _LARGEST or not math.isfinite(x)
 
 
+def _is_negative(zero: float) -> bool:
+    """Whether a zero is -0.0, which is 0.0 as a constant of Triton 3.6 and itself in newer releases."""
+    return math.copysign(1.0, zero) < 0.0
+
+
 def _operand(x: Any, ty: tl.dtype) -> Any:
-    """The array, or the number, of an operand of type `ty`; None if it has another type."""
+    """The array, or the number, of an operand of type `ty`; None if it has another type, or is -0.0."""
     if type(x) is core.constexpr:
         x = x.value
     kind = type(x)
     if kind is tl.tensor:
         return x.handle.data if x.dtype.name == ty.name else None
     if ty.name == "fp32" and (kind is float or (kind is int and -_EXACT <= x <= _EXACT)):
-        return np.float32(x or 0.0)
+        return None if not x and _is_negative(x) else np.float32(x)
     limits = _RANGE.get(ty.name)
     return np.dtype(ty.name).type(x) if kind is int and limits is not None and limits[0] <= x < limits[1] else None
 

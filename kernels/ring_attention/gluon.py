@@ -15,7 +15,13 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -26,7 +32,7 @@ from ..declaration import Call, Launch
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
-from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
+from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers, whole_rows
 from ..shared.grid import num_programs
 from ..shared.products import fitting
 from ..shared.tile_attention import LN2, blocks, interval
@@ -34,7 +40,7 @@ from .kernel import Attention, num_pieces, piece, visit
 from .planning import GLUON_TILES, Plan, sizes
 
 STAGES = 2
-"""Slots for keys, and as many for values."""
+"""Slots for keys, as many for values, and as many for each consumer's queries."""
 REGISTERS = gl.constexpr([240, 32])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
 NEAR = 16 << 20
@@ -282,8 +288,6 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
     n = 0
     for k in range(job.turns()):
         task = job.task(job.turn(k))
-        row = task.row + CONSUMER * HALF
-        rows = task.rows - CONSUMER * HALF
         q = memory.queries.take(k * CONSUMERS + CONSUMER)
         top = gl.full((HALF,), -float("inf"), gl.float32, ROWS)
         blank = gl.zeros((HALF, p.BLOCK_N), gl.float32, SCORES)
@@ -311,23 +315,37 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
             weights = gl.convert_layout(exact.to(DTYPE), WEIGHTS)
             block = job.next(block, task)
             n += 1
-        memory.queries.free(k * CONSUMERS + CONSUMER)
         acc = warpgroup_mma(weights, memory.values.take(n), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
         memory.values.free(n)
         n += 1
-        empty = total == 0.0  # all scores are minus infinity
-        total = gl.where(empty, 1.0, total)
-        out = acc / gl.convert_layout(total, ROWS_OF_RESULT)[:, None]
-        m = gl.arange(0, HALF, layout=ROWS_OF_RESULT)
-        d = gl.arange(0, p.D, layout=gl.SliceLayout(0, RESULT))
-        base = (gl.cast(task.b, gl.int64) * p.S + row) * (p.H * p.D) + task.h * p.D
-        places = m[:, None] * (p.H * p.D) + d[None, :]
-        gl.store(p.out_ptr + base + places, out.to(DTYPE), mask=(m < rows)[:, None])
-        m = gl.arange(0, HALF, layout=ROWS)
-        base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
-        lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
-        gl.store(p.lse_ptr + base + m, lse, mask=m < rows)
+        finish(CONSUMER, acc, top, total, task, q, p)
+        memory.queries.free(k * CONSUMERS + CONSUMER)
+
+
+@gluon.jit
+def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p):
+    """Store a consumer's result and its logarithms. room: for the result in shared memory, so that rows leave in whole
+    sectors."""
+    HALF: gl.constexpr = acc.shape[0]
+    DTYPE: gl.constexpr = room.dtype
+    STORED: gl.constexpr = whole_rows(p.D, DTYPE, gl.num_warps())
+    row = task.row + CONSUMER * HALF
+    rows = task.rows - CONSUMER * HALF
+    empty = total == 0.0  # all scores are minus infinity
+    total = gl.where(empty, 1.0, total)
+    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))
+    room.store((acc * share[:, None]).to(DTYPE))
+    m = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
+    base = (gl.cast(task.b, gl.int64) * p.S + row) * (p.H * p.D) + task.h * p.D
+    places = m[:, None] * (p.H * p.D) + d[None, :]
+    gl.store(p.out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
+    fence_async_shared()
+    m = gl.arange(0, HALF, layout=total.type.layout)
+    base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
+    lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
+    gl.store(p.lse_ptr + base + m, lse, mask=m < rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -348,7 +366,7 @@ def gluon_attention_kernel(
     epoch = 0
     if world.size > 1:
         epoch = gl.load(p.ready_ptr + (world.size - 1) * p.B * num_pieces(p, p.CHUNK))
-    queries = open_slots(q.dtype, CONSUMERS, p.BLOCK_M // CONSUMERS, p.D, 1)
+    queries = open_slots(q.dtype, STAGES * CONSUMERS, p.BLOCK_M // CONSUMERS, p.D, 1)
     keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     begins = open_barriers(CONSUMERS)

@@ -83,6 +83,13 @@ def accumulator(columns, warps, itemsize=2):
 
 
 @gluon.constexpr_function
+def whole_rows(columns, dtype, warps):
+    """The layout in registers of rows that go to memory in whole sectors, 16 bytes a thread."""
+    each = 128 // dtype.primitive_bitwidth
+    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def itemsize(dtype):
     """Bytes of an element."""
     return dtype.primitive_bitwidth // 8

@@ -72,6 +72,9 @@ class Tile:
     def __truediv__(self, other: Any) -> Tile:
         return Tile(self.data / _data(other))
 
+    def __rtruediv__(self, other: float) -> Tile:
+        return Tile(other / self.data)
+
     def __mul__(self, other: Any) -> Tile:
         return Tile(self.data * _data(other))
 
@@ -392,7 +395,7 @@ class Machine:
         return {
             "gl": gl, "tl": tl, "sync": sync, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
             "fence_async_shared": lambda: None, "half_layout": lambda *_: None, "accumulator": lambda *_: None,
-            "itemsize": lambda dtype: 2,
+            "whole_rows": lambda *_: None, "itemsize": lambda dtype: 2,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
         }  # fmt: skip
@@ -422,6 +425,7 @@ class Machine:
     def _arrive(self, barrier: Barrier, count: int) -> None:
         barrier.pending -= count
         barrier.step()
+        self.pause()
 
     def _wait(self, barrier: Barrier, parity: int) -> None:
         self.until(lambda: barrier.phase & 1 != parity)

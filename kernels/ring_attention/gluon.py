@@ -15,13 +15,7 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -40,7 +34,7 @@ from .kernel import Attention, num_pieces, piece, visit
 from .planning import GLUON_TILES, Plan, sizes
 
 STAGES = 2
-"""Slots for keys, as many for values, and as many for each consumer's queries."""
+"""Slots for keys, and as many for values."""
 REGISTERS = gl.constexpr([240, 32])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
 NEAR = 16 << 20
@@ -211,6 +205,7 @@ class Memory:
     queries: Slots  # of a consumer's half of a task each, in turn
     keys: Slots
     values: Slots
+    results: gl.shared_memory_descriptor  # room for each consumer's
     begins: gl.shared_memory_descriptor  # a barrier a consumer: it may begin its next products
 
 
@@ -315,12 +310,12 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
             weights = gl.convert_layout(exact.to(DTYPE), WEIGHTS)
             block = job.next(block, task)
             n += 1
+        memory.queries.free(k * CONSUMERS + CONSUMER)
         acc = warpgroup_mma(weights, memory.values.take(n), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
         memory.values.free(n)
         n += 1
-        finish(CONSUMER, acc, top, total, task, q, p)
-        memory.queries.free(k * CONSUMERS + CONSUMER)
+        finish(CONSUMER, acc, top, total, task, memory.results.index(CONSUMER), p)
 
 
 @gluon.jit
@@ -341,7 +336,6 @@ def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p):
     base = (gl.cast(task.b, gl.int64) * p.S + row) * (p.H * p.D) + task.h * p.D
     places = m[:, None] * (p.H * p.D) + d[None, :]
     gl.store(p.out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
-    fence_async_shared()
     m = gl.arange(0, HALF, layout=total.type.layout)
     base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
     lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
@@ -366,12 +360,14 @@ def gluon_attention_kernel(
     epoch = 0
     if world.size > 1:
         epoch = gl.load(p.ready_ptr + (world.size - 1) * p.B * num_pieces(p, p.CHUNK))
-    queries = open_slots(q.dtype, STAGES * CONSUMERS, p.BLOCK_M // CONSUMERS, p.D, 1)
+    queries = open_slots(q.dtype, CONSUMERS, p.BLOCK_M // CONSUMERS, p.D, 1)
     keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
     begins = open_barriers(CONSUMERS)
     mbarrier.arrive(begins.index(0), count=1)
-    memory = Memory(queries, keys, values, begins)
+    memory = Memory(queries, keys, values, results, begins)
     job = Job(p, together, gl.cast(world.rank, gl.int32), epoch, world)
     gl.warp_specialize(
         [

@@ -56,10 +56,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("keys behind a chunk are seen", "gl.minimum(high, block.end)[:, None]", "high[:, None]"),
         ("keys of the first chunk alone are waited for", "if block.step != here:", "if here < 0:"),
         ("both consumers attend the first half", "task.row + c * HALF", "task.row"),
-        ("the next queries come before the result has left", "        finish(CONSUMER, acc, top, total, task, q, p)\n"
-         "        memory.queries.free(k * CONSUMERS + CONSUMER)\n",
-         "        memory.queries.free(k * CONSUMERS + CONSUMER)\n"
-         "        finish(CONSUMER, acc, top, total, task, q, p)\n"),
     ),
     *of("kernels/ring_attention/parts.py", "tests/kernels/test_ring_attention.py -k behind_the_current",
         ("what is sent goes on behind nothing", "        with self.side.behind() as stream:\n            for to in sends:",

@@ -13,6 +13,7 @@ A model ranks candidates, so that few are measured. Each operator's rules.py put
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ def waves(tasks: int, task_seconds: float, sms: int, num_comm_sms: int = 0, unti
     """Seconds until `sms` programs have taken `tasks` equal tasks from a queue; num_comm_sms of the programs come
     `until` seconds late. If none does, that is ceil(tasks / sms) waves."""
     late = min(num_comm_sms, sms)
+    if tasks <= 0:
+        return 0.0
+    if not late:
+        return math.ceil(tasks / sms) * task_seconds
 
     def done(t: float) -> int:
         count = (sms - late) * math.floor(t / task_seconds + 1e-9)
@@ -81,9 +86,7 @@ def waves(tasks: int, task_seconds: float, sms: int, num_comm_sms: int = 0, unti
             low, high = (low, middle) if done(start + middle * task_seconds) >= tasks else (middle + 1, high)
         return start + low * task_seconds
 
-    if tasks <= 0:
-        return 0.0
-    return first(until) if late == sms else min(first(0.0), first(until)) if late else first(0.0)
+    return first(until) if late == sms else min(first(0.0), first(until))
 
 
 def overlapped(
@@ -180,13 +183,17 @@ def modelled(key: Mapping[str, Any]) -> bool:
 
 def library(key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate:
     """The parts of the time of cuBLAS's product."""
+    return _library(key["M"], key["N"], key["K"], DTYPES[dtype_text(key["dtype"])].itemsize, gpu)
 
+
+@functools.lru_cache(maxsize=4096)  # a forecast asks for one product in several of its forms
+def _library(M: int, N: int, K: int, itemsize: int, gpu: Gpu) -> Estimate:
     def product(tiles: tuple[int, int, int], parts: int) -> Estimate:
-        cut = Product.of({**key, "K": math.ceil(key["K"] / parts)}, tiles)
-        sums = 2 * 4 * (parts - 1) * cut.M * cut.N / gpu.memory  # fp32, written and read again
-        whole = Product.of(key, tiles).memory_bytes
+        cut = Product(M, N, math.ceil(K / parts), 1, itemsize, *tiles)
+        sums = 2 * 4 * (parts - 1) * M * N / gpu.memory  # fp32, written and read again
         return overlapped(
-            tasks=parts * cut.tiles(cut.M), task_seconds=cut.seconds(gpu), memory_bytes=whole, exposed=sums, gpu=gpu
+            tasks=parts * cut.tiles(M), task_seconds=cut.seconds(gpu), memory_bytes=whole, exposed=sums, gpu=gpu
         )
 
+    whole = Product(M, N, K, 1, itemsize, *LIBRARY_TILES[0]).memory_bytes
     return min((product(tiles, parts) for tiles in LIBRARY_TILES for parts in SPLITS), key=lambda e: e.total)

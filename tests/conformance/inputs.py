@@ -290,6 +290,8 @@ def runnable(operator: Operator, case: Case, tensors: Mapping[str, Any], **more:
 
 def within(found: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
     """Which elements are close enough. Infinities are equal; where the limit is infinite anything is right."""
+    if isinstance(limit, float) and limit == 0.0:  # in a quarter of the time
+        return found == exact
     return (
         (found == exact) | ((found - exact).abs() <= limit) | torch.isinf(torch.as_tensor(limit, device=found.device))
     )

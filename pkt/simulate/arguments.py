@@ -59,18 +59,18 @@ def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
 def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: str) -> list[int]:
     """Make the launch's local tensors addressable; return their base addresses, to be dropped after the launch."""
     bases = []
-    for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
-        with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():  # facts of tensors, which a watch over the rank's host code need not see
+        for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
             storage = tensor.untyped_storage()
-        base = storage.data_ptr()
-        if space.owner(base) is not None or storage.nbytes() == 0:
-            continue
-        nbytes = storage.nbytes()
-        if tensor.device.type != "cpu":
-            raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
-        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # keeps the storage alive
-        space.add_local(Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)))
-        bases.append(base)
+            base, nbytes = storage.data_ptr(), storage.nbytes()
+            if space.owner(base) is not None or nbytes == 0:
+                continue
+            if tensor.device.type != "cpu":
+                raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # keeps the storage alive
+            shape = tuple(tensor.shape)
+            space.add_local(Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), shape))
+            bases.append(base)
     return bases
 
 

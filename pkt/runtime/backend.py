@@ -145,7 +145,7 @@ class Backend(Protocol):
         """Called after every allocation, for checkers. among: as of `exchange`."""
 
     def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
-        """Called after every free, for checkers. among: as of `exchange`."""
+        """Called after every free, for checkers. block: its `site` is where it was freed. among: as of `exchange`."""
 
     def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
         """Collective: every rank's `value` in rank order. Values are made of None, bool, int, float, str, list and dict

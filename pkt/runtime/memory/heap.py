@@ -170,7 +170,7 @@ class SymmetricHeap:
         allocation.freed_at = site
         del self.live[block.offset]
         self._freed.append(block.offset)
-        self.backend.freed(block)
+        self.backend.freed(block._replace(site=site))
         if overwritten is not None:
             raise overwritten
 

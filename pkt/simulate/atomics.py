@@ -172,7 +172,7 @@ class Atomics(Accesses):
             out[where] = old
             if record:
                 if failed and len(failed) == len(words):
-                    self.detector.look(access, "failed CAS")
+                    self.detector.look(access, "failed CAS", scope=scope)
                 else:
                     self.detector.write(access, self._polls("atomic", at.call), is_async=False, at=at, scope=scope)
                 self._charge(access, signal=access.region.kind == "signals")

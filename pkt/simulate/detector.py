@@ -25,6 +25,7 @@ FOUND: dict[str, type[findings.DataRace]] = {FAR_READ: findings.MissingQuiet, FA
 
 _MOST_ASKED = 1 << 14
 _TOO_NARROW = 'one of the two is atomic at scope "{}", which leaves the other out: use scope="sys"'
+_OF_TWO_SIZES = "one of the two has {} bytes, the other {}: atomics of two sizes do not order each other: use one size"
 _OF_A_FLAG = (
     "poll a flag by pl.wait or pl.load_acquire, set by pl.signal or pl.store_release; order data by a signal and a wait"
 )
@@ -87,6 +88,7 @@ class Detector:
         self.sync: dict[int, Sync] = {}
         self.reported: set[tuple] = set()
         self.narrow: dict[tuple[int, int], str] = {}  # (stamp, region) -> scope of an update, unless it is "system"
+        self.sizes: dict[tuple[int, int], int] = {}  # (stamp, region) -> bytes of an updated element
         # (stamp, region, role) -> (kind, program, newest line) of the accesses with that stamp there
         self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
 
@@ -193,9 +195,9 @@ class Detector:
         shadow.reader.record(touched, stamp, mine)
         self.authors[stamp, region.base, "reader"] = (kind, task, at or site())
 
-    def look(self, access: Access, kind: str, at: Site | None = None) -> None:
-        """Check and record an atomic read of the current program: a wait, a test or a volatile load. It races with
-        plain writes, and with no update."""
+    def look(self, access: Access, kind: str, at: Site | None = None, scope: str = "system") -> None:
+        """Check and record an atomic read of the current program: a wait, a test, a volatile load or a failed CAS. It
+        races with plain writes, and with updates for which it is not atomic."""
         m, task = self.m, self.m.current
         region = access.region
         if not m.races or region.kind == "local":
@@ -204,6 +206,10 @@ class Detector:
         if shadow.written:
             self._check(kind, access, touched_by(access), m.clocks.fit(task.clock), shadow, _WRITER)
         column, size = task.column, access.itemsize
+        shadow.sizes.add(size)
+        shadow.look_sizes.add(size)
+        if shadow.narrow or scope != "system" or len(shadow.sizes) > 1:
+            self._check_updates(kind, access, touched_by(access), shadow.updater, m.clocks.fit(task.clock), scope)
         stamp = task.clock.item(column) << 32 | column << 16
         offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
         for offset in offsets:
@@ -220,8 +226,8 @@ class Detector:
         updates = kind in _UPDATES
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         role = "updater" if updates else "writer"
-        if updates and scope != task.scope and not is_async:  # so that all updates of a stamp have one scope
-            task.scope = scope
+        if updates and (scope, access.itemsize) != (task.scope, task.size) and not is_async:
+            task.scope, task.size = scope, access.itemsize  # so that all updates of a stamp have one scope and one size
             task.clock[task.column] += 1
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else task.clock.item(column)) << 32 | column << 16
@@ -241,11 +247,18 @@ class Detector:
             if shadow.looks:
                 self._check_looks(kind, access, shadow, clock)
         if updates:
+            counts = access.span()[0] >= region.header  # not launches, as `pl.epoch`, whose word no other call uses
             if scope != "system":
                 self.narrow[stamp, region.base] = scope
-                shadow.narrow = True
-            if shadow.narrow:
-                self._check_scopes(access, touched, shadow.updater, clock, scope)
+                shadow.narrow = shadow.narrow or counts
+            if not is_async:
+                self.sizes[stamp, region.base] = access.itemsize
+                if counts:
+                    shadow.sizes.add(access.itemsize)
+            if shadow.narrow or len(shadow.sizes) > 1:
+                self._check_updates("atomic", access, touched, shadow.updater, clock, scope)
+            if shadow.looks and (scope != "system" or len(shadow.sizes) > 1):
+                self._check_looked(access, shadow, clock, scope)
         (shadow.updater if updates else shadow.writer).record(touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
@@ -289,26 +302,51 @@ class Detector:
             if late is not None:
                 self._report(kind, access, offset, late, "look")
 
-    def _check_scopes(self, access: Access, touched: Touched, updaters: Last, clock: np.ndarray, scope: str) -> None:
-        """Report each earlier unordered update if the scope of either update leaves the other program out."""
+    def _check_updates(
+        self, kind: str, access: Access, touched: Touched, updaters: Last, clock: np.ndarray, scope: str
+    ) -> None:
+        """Report each earlier unordered update for which this atomic access is not atomic, or the other way round."""
         if updaters.array is None:
             return
-        task, base = self.m.current, access.region.base
-        states = touched.get(updaters.array)
+        base, states = access.region.base, touched.get(updaters.array)
         for state in sorted(set(states.reshape(-1).tolist())):  # a few are faster so than by numpy
             for entry in updaters.stamps(state):
                 stamp = entry & ~FULL
                 if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:
                     continue
-                other = self.authors[stamp, base, "updater"][1]
+                size = self.sizes.get((stamp, base), access.itemsize)
                 both = (scope, self.narrow.get((stamp, base), "system"))
-                if other is task or all(_reaches(one, task, other) for one in both):
+                remedy = self._apart(self.authors[stamp, base, "updater"][1], both, access.itemsize, size)
+                if not remedy:
                     continue
                 at = np.flatnonzero(((states == state) & ((entry & touched.bytes) != 0)).reshape(-1))
                 if at.size:
-                    narrow = min(both, key=("cta", "gpu", "system").index)
-                    remedy = _TOO_NARROW.format(narrow)
-                    self._report("atomic", access, touched.offset(int(at[0])), stamp, "updater", remedy)
+                    self._report(kind, access, touched.offset(int(at[0])), stamp, "updater", remedy)
+
+    def _check_looked(self, access: Access, shadow: Shadow, clock: np.ndarray, scope: str) -> None:
+        """Report each earlier unordered atomic read for which this update is not atomic."""
+        base, nbytes = access.region.base, access.itemsize
+        for first in access.byte_offsets().tolist():
+            for size in sorted(shadow.look_sizes):
+                for offset in range(first // size * size, first + nbytes, size):
+                    for column, stamp in shadow.looks.get((offset, size), {}).items():
+                        if clock[column] < stamp >> 32:
+                            other = self.authors[stamp, base, "look"][1]
+                            remedy = self._apart(other, (scope, "system"), nbytes, size)
+                            if remedy:
+                                self._report("atomic", access, offset, stamp, "look", remedy)
+
+    def _apart(self, other: Any, scopes: tuple[str, str], *sizes: int) -> str:
+        """What mends atomic accesses of the current program and another one that are not atomic for each other; "" if
+        they are. In PTX they are if the scope of each covers both programs and if they are of the same bytes."""
+        task = self.m.current
+        if other is task:
+            return ""
+        if len(set(sizes)) > 1:
+            return _OF_TWO_SIZES.format(*sorted(sizes))
+        if all(_reaches(scope, task, other) for scope in scopes):
+            return ""
+        return _TOO_NARROW.format(min(scopes, key=("cta", "gpu", "system").index))
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:

@@ -187,15 +187,18 @@ class Last:
 class Shadow:
     """The last accesses to the granules of one region."""
 
-    __slots__ = ("writer", "reader", "updater", "narrow", "written", "looks")
+    __slots__ = ("writer", "reader", "updater", "narrow", "written", "looks", "sizes", "look_sizes")
 
     def __init__(self, nbytes: int) -> None:
         n = -(-nbytes // GRANULE)
         self.writer, self.reader, self.updater = Last(n), Last(n), Last(n)
         self.narrow = False  # some update had a scope narrower than the system
         self.written = False  # by a plain access or by TMA
-        # (byte offset, bytes) of a word that was read atomically -> column -> stamp. They race with writes only.
+        # (byte offset, bytes) of a word that was read atomically -> column -> stamp. They race with plain writes, and
+        # with updates of other bytes or of too narrow a scope.
         self.looks: dict[tuple[int, int], dict[int, int]] = {}
+        self.sizes: set[int] = set()  # bytes of an element, of all updates and atomic reads
+        self.look_sizes: set[int] = set()  # of the atomic reads
 
 
 class Touched:

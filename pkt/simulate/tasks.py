@@ -43,6 +43,7 @@ class Task:
     tma_clock: Any = None  # clocks that this program's TMA loads are ordered after
     async_clock: int = 0
     scope: str = "system"  # scope of its last atomic
+    size: int = 0  # bytes of an element of that
     fence_clock: Any = None
     unacquired: list[Any] = field(default_factory=list)
     pending: list[Any] = field(default_factory=list)

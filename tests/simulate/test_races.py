@@ -96,8 +96,8 @@ MISSING = [
 def test_a_message_without_its_signal_is_a_race(how: str) -> None:
     race = find_race(send_main, args=(how,))
     message = str(race)
-    if how == "gpu scope":  # reported for the counter itself
-        assert "data race: atomic of rank" in message
+    if how.startswith("gpu scope"):  # reported for the counter itself
+        assert "data race: atomic of rank" in message or "data race: wait of rank" in message
         assert "flags[0]" in message
         assert 'atomic at scope "gpu", which leaves the other out' in str(race)
         assert "put a signal" not in str(race)
@@ -399,6 +399,68 @@ def test_updates_of_too_small_a_scope_race(scope: str, ranks: int, programs: int
     assert bool(found) == raced
     if raced:
         assert f'scope "{scope}", which leaves the other out' in str(next(iter(found.values())))
+
+
+@triton.jit
+def count_words(words, flags, world, HOW: tl.constexpr):
+    """Rank 0 updates 4 bytes of an aligned word of 8 bytes, and rank 1 updates or reads all 8 or the other 4."""
+    long = words.to(tl.pointer_type(tl.int64))
+    if world.rank == 0:
+        pl.atomic_add(words + 1, 1, 0, world, sem="relaxed")
+    if HOW == "ordered":
+        pl.barrier(flags, world)
+    if world.rank == 1:
+        if HOW == "read":
+            tl.load(pl.peer(long, 0, world), volatile=True)
+        elif HOW == "beside":
+            pl.atomic_add(words, 1, 0, world, sem="relaxed")
+            pl.atomic_add(long + 1, tl.full((), 1, tl.int64), 0, world, sem="relaxed")
+        else:
+            pl.atomic_add(long, tl.full((), 1, tl.int64), 0, world, sem="relaxed")
+
+
+def count_words_main(world: Any, how: str) -> None:
+    count_words[(1,)](pkt.zeros(4, dtype=torch.int32), pkt.signals(1), world.device, how)
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("how", ["updated", "read"])
+def test_atomics_of_two_sizes_race(how: str) -> None:
+    """In PTX they are not atomic for each other, and do not order anything. Each may come first."""
+    found = failures(count_words_main, 2, args=(how,))
+    assert set(found) == set(SEEDS)
+    orders = {(error.second.rank, error.second.kind) for error in found.values() if isinstance(error, DataRace)}
+    assert orders == {(0, "atomic"), (1, "atomic" if how == "updated" else "volatile load")}
+    for error in found.values():
+        assert "one of the two has 4 bytes, the other 8: atomics of two sizes do not order each other" in str(error)
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("how", ["ordered", "beside"])
+def test_ordered_atomics_of_two_sizes_do_not_race(how: str) -> None:
+    assert_right(count_words_main, 2, (how,), range(20))
+
+
+@triton.jit
+def wait_for_the_gpu(flags, world):
+    """Rank 0's counter is only read, so that no data shows the missing order."""
+    if world.rank == 0:
+        pl.wait(flags, 1, world)
+    else:
+        tl.atomic_add(pl.peer(flags, 0, world), 1, sem="release", scope="gpu")
+
+
+@pytest.mark.machine
+def test_a_wait_races_with_an_update_of_too_small_a_scope() -> None:
+    def main(world: Any) -> None:
+        flags = pkt.signals(1)
+        wait_for_the_gpu[(1,)](flags, world.device)
+
+    race = find_race(main)
+    wait, update = sorted((race.first, race.second), key=lambda access: access.rank)
+    assert (wait.kind, wait.site) == ("wait", line_of(wait_for_the_gpu, "pl.wait("))
+    assert (update.kind, update.site) == ("atomic", line_of(wait_for_the_gpu, "tl.atomic_add("))
+    assert 'one of the two is atomic at scope "gpu", which leaves the other out: use scope="sys"' in str(race)
 
 
 @triton.jit

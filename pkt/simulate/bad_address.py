@@ -89,9 +89,8 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
             peer = f"rank {rank + distance}'s {local.element(here)}, a peer's copy of a plain tensor"
             return findings.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
     strayed = mine is not None and any(mine.base <= stray < mine.end for stray in machine.current.strays)
-    if window == space.size and machine.multicast and not at.call and not strayed:
-        element = mine.element(home) if mine else f"byte {home - space.window(rank)}"
-        return findings.MulticastAccess.plain(access(f"the multicast window at {element}"))
+    if window == space.size and machine.multicast and not at.call and mine is not None and not strayed:
+        return findings.MulticastAccess.plain(access(f"the multicast window at {mine.element(home)}"))
     origin = address - OUTSIDE * space.stride
     if (meant := space.holding(origin)) is not None:  # see `shortcuts.peer`
         found = f"a copy of {meant.element(origin)} on a rank that the team does not have"

@@ -14,7 +14,7 @@ import pkt
 import pkt.language as pl
 from pkt.errors import SignalIndexError, UseAfterFree
 from pkt.simulate.findings import OutOfBounds
-from tests.simulate.helpers import failures, outcome
+from tests.simulate.helpers import HEAP, failures, outcome
 
 SEEDS = range(6)
 
@@ -262,6 +262,18 @@ def test_a_peer_past_the_last_rank_is_no_access_to_the_multicast_window(how: str
     assert "store of rank 3's weights[" in str(error)
     assert "peers are ranks 0 to 2" in str(error)
     assert isinstance(outcome(main, 3, args=(0, "multicast")).error, pkt.MulticastAccess)
+
+
+def test_an_address_in_the_multicast_window_where_no_tensor_is_lies_outside_every_heap() -> None:
+    """An index that overflows may lead there, and no multimem instruction would mend it."""
+
+    def main(world: Any) -> None:
+        x = pkt.zeros(4)
+        astray[(1,)](x, ((world.size - world.rank) * world.device.stride + HEAP // 2) // 4, 0, world.device, "here")
+
+    error = outcome(main, 2).error
+    assert isinstance(error, OutOfBounds)
+    assert "store of an address in no rank's heap by rank" in str(error)
 
 
 def test_the_nearest_tensor_may_be_the_one_after_the_address() -> None:

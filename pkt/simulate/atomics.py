@@ -46,6 +46,7 @@ class Atomics(Accesses):
         self._step(addresses.item(0), spin=mask is None or bool(np.count_nonzero(mask)))
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
+        self.detector.begin_update(scope, dtype.itemsize)
         if at.call == "epoch" and parts and parts[0][0].region.kind != "signals":
             region = parts[0][0].region
             tensor = f"rank {region.rank}'s {region.element(parts[0][0].first())}"

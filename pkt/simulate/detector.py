@@ -94,6 +94,13 @@ class Detector:
 
     # -- releases, acquires and fences ------------------------------------------------------------------------------
 
+    def begin_update(self, scope: str, size: int) -> None:
+        """All updates of a stamp have one scope and one size. Called before the clock is taken that is to cover it."""
+        task = self.m.current
+        if self.m.races and (scope, size) != (task.scope, task.size):
+            task.scope, task.size = scope, size
+            task.clock[task.column] += 1
+
     def released(self, releases: bool) -> Any:
         """Return the clock that an atomic of the current program publishes: its clock now if the atomic releases, else
         its clock at the last fence. None if there was no fence, or if the detector is off. The clock covers the atomic
@@ -226,9 +233,8 @@ class Detector:
         updates = kind in _UPDATES
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         role = "updater" if updates else "writer"
-        if updates and (scope, access.itemsize) != (task.scope, task.size) and not is_async:
-            task.scope, task.size = scope, access.itemsize  # so that all updates of a stamp have one scope and one size
-            task.clock[task.column] += 1
+        if updates and not is_async:
+            self.begin_update(scope, access.itemsize)
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else task.clock.item(column)) << 32 | column << 16
         task.undrained = task.undrained or is_async

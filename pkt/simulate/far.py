@@ -219,6 +219,7 @@ class Far(Atomics):
         m.census.note(at, "remove", "relax")
         change = m.faults.change(at)
         releases = change != "relax"
+        self.detector.begin_update("system", itemsize)
         clock = self._release(releases)
         if change == "remove":
             if data is not None:

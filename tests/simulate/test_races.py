@@ -464,6 +464,26 @@ def test_a_wait_races_with_an_update_of_too_small_a_scope() -> None:
 
 
 @triton.jit
+def read_the_flag(mine, flags, out, world):
+    tl.atomic_add(mine, 1, sem="relaxed", scope="gpu")
+    pl.atomic_add(flags, 1, (world.rank + 1) % world.size, world, sem="release")
+    pl.wait(flags, 1, world)
+    tl.store(out, tl.load(flags))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_release_covers_its_own_update(dtype: torch.dtype) -> None:
+    """Also where the program's update before it had another scope, or another size."""
+
+    def main(world: Any) -> None:
+        flags, out = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        read_the_flag[(1,)](pkt.zeros(1, dtype=dtype), flags, out, world.device)
+        assert out.item() == 1
+
+    assert_right(main, 3, seeds=range(12))
+
+
+@triton.jit
 def take_over(x, flags, out, world, HOW: tl.constexpr):
     if world.rank == 0:
         pl.store(x, 7, 1, world)

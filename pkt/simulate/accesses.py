@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 
 from pkt.simulate import cost
-from pkt.simulate.bad_address import bad_address, check_counters, check_near
+from pkt.simulate.bad_address import bad_address, check_counters, check_near, misaligned
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import POLLING, Detector, Sync
 from pkt.simulate.faults import Site
@@ -250,6 +250,8 @@ class Accesses:
             raise bad_address(self.m, unmapped, kind) from None
         near &= self.m.apart
         for access, _ in parts:
+            if access.misaligned():
+                raise misaligned(self.m, access, kind)
             if access.region.kind == "signals":
                 check_counters(self.m, access, kind)
             if near:

@@ -46,6 +46,18 @@ def check_kind(machine: Any, parts: Sequence[tuple[Access, Any]], kind: str, at:
             raise errors.SignalIndexError.data(accessed(machine.current, kind, tensor, at), at.call)
 
 
+def misaligned(machine: Any, access: Access, kind: str) -> Exception:
+    """The error of an access of the current program with an element that begins at no multiple of its bytes."""
+    region, nbytes = access.region, access.itemsize
+    first = next(a for a in (access.byte_offsets() + region.base).tolist() if a % nbytes)
+    tensor = region.element(first) if region.kind == "local" else f"rank {region.rank}'s {region.element(first)}"
+    at = site()
+    found = accessed(machine.current, kind, tensor, at)
+    if at.call == "epoch":
+        return errors.SignalIndexError.epoch(found)
+    return findings.MisalignedAccess.element(found, nbytes, first % nbytes)
+
+
 def check_near(machine: Any, access: Access, kind: str) -> None:
     """Raise FarAccess if the memory belongs to a rank of another node than that of the current program."""
     region, task = access.region, machine.current

@@ -135,6 +135,18 @@ class OutOfBounds(PktError):
         return cls.of(f"out of bounds: {access.text()}" + (f"; {hint}" if hint else ""), access=access)
 
 
+class MisalignedAccess(PktError):
+    """An access to an element that does not begin at a multiple of its bytes."""
+
+    @classmethod
+    def element(cls, access: Access, nbytes: int, past: int) -> MisalignedAccess:
+        return cls.of(
+            f"misaligned: {access.text()}, an element of {nbytes} bytes, {past} past a multiple of {nbytes}; a GPU "
+            f"refuses it: begin at a multiple of {nbytes} bytes, or use a type of fewer bytes",
+            access=access,
+        )
+
+
 class MulticastAccess(PktError):
     """A plain load or store in the multicast window, where only multimem instructions may go."""
 

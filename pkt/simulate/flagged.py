@@ -70,13 +70,7 @@ class Flagged(Atomics):
     def _flagged(self, words: np.ndarray, mask: Any, values: int, call: str) -> list:
         if values not in WORDS:
             raise ValueError(f"{call}: a word has {' or '.join(map(str, WORDS))} values, not {values}")
-        nbytes = WORDS[values].itemsize
-        parts = self._resolve(words, mask, nbytes, call)
-        misaligned = words[(words % nbytes != 0) & (True if mask is None else mask)]
-        if misaligned.size:
-            at = int(misaligned.flat[0])
-            raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of {nbytes} bytes")
-        return parts
+        return self._resolve(words, mask, WORDS[values].itemsize, call)
 
     def _arrive(self, late: Pending) -> None:
         late.commit()

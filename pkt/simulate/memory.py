@@ -61,15 +61,17 @@ class Region:
 class Place:
     """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of a region, the last axis contiguous."""
 
-    __slots__ = ("offset", "shape", "strides", "itemsize", "end", "count", "touched")
+    __slots__ = ("offset", "shape", "strides", "itemsize", "end", "count", "touched", "steps")
 
     def __init__(self, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
         self.offset, self.shape, self.strides, self.itemsize = offset, shape, strides, itemsize
-        end, count = offset + itemsize, 1
+        end, count, steps = offset + itemsize, 1, 0
         for n, s in zip(shape, strides):
             end += (n - 1) * s
             count *= n
-        self.end, self.count = end, count
+            if n > 1:
+                steps |= s
+        self.end, self.count, self.steps = end, count, steps
         self.touched: Any = None  # the race detector's
 
     def repeats(self) -> bool:
@@ -112,6 +114,10 @@ class Strided:
     def count(self) -> int:
         return self.place.count
 
+    def misaligned(self) -> bool:
+        """Whether an element begins at no multiple of its bytes."""
+        return bool((self.region.base + self.place.offset | self.place.steps) % self.itemsize)
+
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
         place = self.place
@@ -153,6 +159,9 @@ class Scattered:
 
     def count(self) -> int:
         return len(self.offsets)
+
+    def misaligned(self) -> bool:
+        return bool((self.region.base | int(np.bitwise_or.reduce(self.offsets))) % self.itemsize)
 
     def key(self) -> tuple:
         """Equal for accesses to the same bytes of their regions."""

@@ -332,8 +332,10 @@ def test_a_word_that_is_not_at_a_multiple_of_16_bytes_is_refused() -> None:
         astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device)
 
     report = pkt.simulate(run, 1, seeds=1, sms=1)
-    assert "put_flagged: " in str(report.findings[0])
-    assert "[2] is not at a multiple of 16 bytes" in str(report.findings[0])
+    message = str(report.findings[0])
+    assert "put_flagged of rank 0's zeros@" in message
+    assert "[2] by rank 0 astray_kernel" in message
+    assert "an element of 16 bytes, 8 past a multiple of 16" in message
 
 
 @triton.jit

@@ -199,4 +199,4 @@ def test_a_short_word_that_is_not_at_a_multiple_of_8_bytes_is_refused() -> None:
         astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device)
 
     report = pkt.simulate(run, 1, seeds=1, sms=1)
-    assert "[1] is not at a multiple of 8 bytes" in str(report.findings[0])
+    assert "an element of 8 bytes, 4 past a multiple of 8" in str(report.findings[0])

@@ -39,6 +39,7 @@ BUILT = {
     findings.StaleFlag.found(WAIT, 40): "written in launch 40",
     findings.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
     errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",
+    findings.MisalignedAccess.element(ACCESS, 4, 2): "an element of 4 bytes, 2 past a multiple of 4",
     findings.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
     errors.LostSignal.unread(0, "flags[1]", 4, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
     errors.LostSync.compiled("k", "wait", 2, 1): "k: 2 wait in the source, 1 in the PTX",

@@ -276,6 +276,55 @@ def test_an_address_in_the_multicast_window_where_no_tensor_is_lies_outside_ever
     assert "store of an address in no rank's heap by rank" in str(error)
 
 
+@triton.jit
+def packed(x, past, world, HOW: tl.constexpr):
+    """Words of 4 bytes that begin `past` bytes into each 8."""
+    i = tl.arange(0, 4)
+    p = (x.to(tl.pointer_type(tl.int8)) + past + 8 * i).to(tl.pointer_type(tl.int32))
+    if HOW == "load":
+        tl.load(p)
+    elif HOW == "masked":
+        tl.store(p, i, mask=i > 1)
+    elif HOW == "scattered":
+        tl.store(p + (i * i) % 3 * 4, i)
+    else:
+        pl.atomic_add(p, 1, 0, world)
+
+
+@pytest.mark.parametrize("how", ["load", "masked", "scattered", "atomic"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_element_that_begins_at_no_multiple_of_its_bytes_is_misaligned(how: str, symmetric: bool) -> None:
+    def main(world: Any, past: int) -> None:
+        x = pkt.zeros(64, name="x") if symmetric else torch.zeros(64)
+        packed[(1,)](x, past, world.device, how)
+
+    for past in (0, 4):
+        assert failures(main, 1, (0, 1), args=(past,)) == {}
+    for past in (1, 2, 3):
+        error = outcome(main, 1, args=(past,)).error
+        assert isinstance(error, pkt.MisalignedAccess)
+        kind = {"masked": "store", "scattered": "store"}.get(how, how)
+        owner = "rank 0's " if symmetric else ""
+        assert f"misaligned: {kind} of {owner}x[" in str(error)
+        assert f"an element of 4 bytes, {past} past a multiple of 4; a GPU refuses it" in str(error)
+
+
+@triton.jit
+def odd_rows(x, SCATTERED: tl.constexpr):
+    """Rows of two words, ten bytes apart, or words at 0, 6, 24 and 54 bytes."""
+    i = tl.arange(0, 4)
+    step = i * i * 6 if SCATTERED else 10 * i[:, None] + 4 * tl.arange(0, 2)[None, :]
+    tl.load((x.to(tl.pointer_type(tl.int8)) + step).to(tl.pointer_type(tl.int32)))
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_later_element_may_be_the_misaligned_one(scattered: bool) -> None:
+    error = outcome(lambda world: odd_rows[(1,)](torch.zeros(64), scattered), 1).error
+    assert isinstance(error, pkt.MisalignedAccess)
+    assert f"load of x[{1 if scattered else 2}] by rank 0" in str(error)
+    assert "an element of 4 bytes, 2 past a multiple of 4" in str(error)
+
+
 def test_the_nearest_tensor_may_be_the_one_after_the_address() -> None:
     def main(world: Any, at: int) -> None:
         first, second = pkt.zeros(4), pkt.zeros(1000)

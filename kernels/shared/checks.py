@@ -85,7 +85,7 @@ def check_weights(call: Call) -> None:
 
 
 def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
-    """Raise DtypeError unless `tensor` is a tensor that has strides."""
+    """Raise DtypeError unless `tensor` is a tensor whose elements lie in memory, as its strides say."""
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -98,6 +98,9 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
         found = f"a {type(tensor).__name__} that has no memory of its own"
         remedy = "the tensor itself, outside torch.vmap and torch.func; of a DTensor its to_local()"
         raise DtypeError.argument(call, name, found, remedy, world.rank)
+    if not tensor.data_ptr() and tensor.numel() and tensor.device.type != "meta":
+        found = "a tensor whose storage has been freed, as by resize_(0)"
+        raise DtypeError.argument(call, name, found, "one that has memory", world.rank)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

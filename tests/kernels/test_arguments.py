@@ -91,6 +91,20 @@ def test_nested_tensors(layout: torch.layout) -> None:
     assert nested.to_padded_tensor(0).shape == (2, 3)
 
 
+def test_a_tensor_whose_storage_was_freed() -> None:
+    def main(world: Any) -> None:
+        x, freed = torch.ones(64), torch.ones(64)
+        freed.untyped_storage().resize_(0)
+        pkt.all_gather(x)
+        with pytest.raises(pkt.DtypeError, match="rank 0: all_gather: x: found a tensor whose storage"):
+            pkt.all_gather(freed)  # not by the plan of the call before
+        pkt.all_gather(x, x.clone())
+        with pytest.raises(pkt.DtypeError, match="rank 0: all_gather: out: found a tensor whose storage"):
+            pkt.all_gather(x, freed)
+
+    pkt.launch(main, ranks=1, device="cpu", heap="1MiB")
+
+
 @pytest.mark.parametrize("name", ["grouped_matmul", "grouped_activation"])
 def test_a_freed_operand_of_a_local_operator(name: str) -> None:
     def main(world: Any) -> None:

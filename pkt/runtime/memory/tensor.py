@@ -242,7 +242,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
 
     | argument | facts |
     |---|---|
-    | plain tensor | shape, strides, dtype, device, alignment of its address to 16 bytes |
+    | plain tensor | shape, strides, dtype, device, alignment of its address to 16 bytes, or 16 where it has none |
     | symmetric tensor, or plain one that lies in the heap | the address itself: peers compute theirs from it |
     | plain tensor that shares memory with `out`, the tensor written | its distance from `out` in addition |
     | `out` | differ from those of any other tensor |
@@ -271,7 +271,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
             if type(tensor) in TRACED:
                 raise TypeError(NO_MEMORY)
             address = tensor.data_ptr()
-            place: Any = address if address in span else address & 15
+            place: Any = address if address in span else address & 15 if address else 16
             if tensor is out:
                 place = ~place
             elif address < end and begin - address < tensor.nbytes:

@@ -41,6 +41,7 @@ BAD: dict[str, dict[type[pkt.PktError], tuple[Any, ...]]] = {  # keyword of an o
     "root": {pkt.RankError: (-1, 2, 2.5, "0", None, *LINES)},
     "epilogue": {pkt.Unsupported: ("", "tanh", 3, None, *LINES)},
     "shard": {pkt.Unsupported: ("", "diagonal", 3, None, *LINES)},
+    "keep": {pkt.Unsupported: ("", "all", 3, None, *LINES)},
     "tiles": {
         pkt.ShapeError: ((16, 16), (0, 16, 16), (-16, 16, 16), (17, 16, 16)),
         pkt.DtypeError: (16, "16", (16, 16, 2.5)),

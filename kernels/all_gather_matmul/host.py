@@ -188,7 +188,7 @@ def all_gather_matmul(
     """
     settings = (num_comm_sms, chunk, tiles, split_k, push_rows, rounds_alone, cut_last, whole_rounds)
     values = (epilogue, shard, keep, mode, *settings)
-    if keep == "whole" and torch.is_grad_enabled() and required((b,)):
+    if type(keep) is str and keep == "whole" and torch.is_grad_enabled() and required((b,)):
         return _kept(a, b, out, bias, values, world, workspace)
     if type(b) is not torch.Tensor and is_several(b):
         return run_several(OPERATOR, (a, b, out, bias), values, world, workspace)  # type: ignore

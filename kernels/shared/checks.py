@@ -116,6 +116,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def adds(keywords: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Why no gradient can be summed over the ranks, for `Backward.refuses`."""
     op = keywords.get("op", "sum")
+    if not isinstance(op, str):
+        return ""  # which the call refuses
     return f"op={op!r}" if op != "sum" else "" if dtype in FLOATS else _name(dtype)
 
 

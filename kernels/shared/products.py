@@ -96,8 +96,8 @@ def behind(keywords: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[to
     """`Backward.split`: the gradient of an epilogue needs the sum before it, which a fused kernel does not store. So a
     recorded call returns that sum, rounded, and torch computes the epilogue, and keeps what its gradient needs."""
     epilogue = keywords["epilogue"]
-    if epilogue == "none":
-        return None
+    if not isinstance(epilogue, str) or epilogue not in (*EPILOGUES[1:], "swiglu"):
+        return None  # "none", or what the call refuses
     return {"epilogue": "none"}, lambda total: finished(total, None, epilogue)
 
 

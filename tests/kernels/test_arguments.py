@@ -55,6 +55,15 @@ def test_tiles() -> None:
         tiles(pkt.ShapeError, found, blocks)
 
 
+@pytest.mark.parametrize("value", ["mean", 3, numpy.array(["none", "sum"]), torch.ones(2)], ids=repr)
+def test_words_of_a_call_with_a_gradient(value: Any) -> None:
+    trained = torch.ones(4, 4, requires_grad=True)
+    for name in ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"):
+        refused(pkt.Unsupported, "found epilogue ", name, trained, trained, epilogue=value)
+    if not isinstance(value, str):
+        refused(pkt.Unsupported, "found op ", "reduce_scatter", trained, op=value)
+
+
 def test_world() -> None:
     refused(pkt.DtypeError, "world: found int, wanted a pkt.World", "all_reduce", world=3)
 

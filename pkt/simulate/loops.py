@@ -34,8 +34,8 @@ UNPAUSED = 512  # iterations of a `while`, or polls of host code, after which ot
 # Host code counts as stuck after so many reads in a row that are all like earlier ones. The number is high, because the
 # loop may end by something that `sites.host_state` does not see.
 HOST_POLLS = 4096
-# The same where its variables change meanwhile, as where it counts its polls: it may give up after some. 10 seconds.
-COUNTED_POLLS = 1 << 18
+# The same where its variables change meanwhile, as where it counts its polls: it may give up after some. 3 seconds.
+COUNTED_POLLS = 1 << 15
 _MOST = 1024  # states of a loop that are kept, and so the most that may repeat in turn
 _EXIT = "<exit>"  # assigned by `break` and `return`
 

@@ -459,6 +459,19 @@ def test_host_code_that_polls_for_ever_is_a_deadlock(seed: int, how: str, monkey
     ]
 
 
+def test_host_code_that_counts_its_polls_is_a_deadlock_within_seconds() -> None:
+    polls = 0
+
+    def main(world: Any) -> None:
+        nonlocal polls
+        flags = pkt.signals(1, unwaited=True)
+        while flags[0].item() == 0:
+            polls += 1
+
+    assert isinstance(outcome(main, 1).failure, Deadlock)
+    assert HOST_POLLS < polls < 40_000
+
+
 @pytest.mark.parametrize("seed", [3, 6, 9])  # one rank is slow
 def test_a_slow_rank_goes_on_where_host_code_counts_its_polls(seed: int) -> None:
     polls = []

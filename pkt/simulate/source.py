@@ -169,7 +169,9 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
-        total = ast.BinOp(copy.deepcopy(node.target), node.op, node.value)
+        # Python's parser shares the contexts, and IPython writes a tree into them.
+        contexts = {id(x): x for x in ast.walk(node.target) if isinstance(x, ast.expr_context)}
+        total = ast.BinOp(copy.deepcopy(node.target, contexts), node.op, node.value)
         total.left.ctx = ast.Load()  # type: ignore[attr-defined]
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], total), node))
 

@@ -244,3 +244,27 @@ def test_a_heap_call_orders_no_queued_work(how: str) -> None:
 @pytest.mark.parametrize("how", ORDERED)
 def test_a_call_that_waits_for_the_device_orders_the_work_before_it(how: str) -> None:
     assert failures(fill_then, 2, SEEDS, args=(ORDERED[how],)) == {}
+
+
+@triton.jit
+def put_and_signal(x, flags, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    pl.put(dst=x + i, src=x + i, peer=1 - world.rank, world=world)
+    pl.signal(flags, 1 - world.rank, world)
+
+
+def test_a_poll_on_the_host_orders_no_data() -> None:
+    def main(world: Any) -> None:
+        x, flags = pkt.ones(8), pkt.signals(1, unwaited=True)
+        if world.rank == 0:
+            put_and_signal[(1,)](x, flags, world.device, 8)
+        else:
+            while flags[0].item() == 0:
+                pass
+            x[0].item()
+
+    found = failures(main, 2, SEEDS)
+    assert list(found) == list(SEEDS)
+    for failure in found.values():
+        assert isinstance(failure, DataRace)
+        assert "load of rank 1's x[0] by rank 1 host code" in str(failure)

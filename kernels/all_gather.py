@@ -168,7 +168,7 @@ def _over_nodes(call: Call) -> Launch:
 def own_place(call: Call) -> int | None:
     """The part of `out` that `x` may be."""
     rows = runs.around(call["x"].shape, call["dim"])[0]
-    return call.world.rank if rows == 1 and call.mode != "pull" else None
+    return call.world.rank if (rows == 1 or call.world.size == 1) and call.mode != "pull" else None
 
 
 def backward(call: Recorded) -> Gradients:

@@ -50,6 +50,17 @@ def test_in_place(mode: Any) -> None:
     on_ranks(3, run, seed=2)
 
 
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "pull"])
+def test_in_place_on_one_rank(mode: Any) -> None:
+    def run(world: Any) -> None:
+        x = pkt.empty(5, 3)
+        x.copy_(right := torch.arange(15.0).view(5, 3))
+        assert all_gather(x, x, dim=1, mode=mode) is x
+        assert torch.equal(x.plain(), right)
+
+    on_ranks(1, run)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_one_program_and_the_default_block(mode: str) -> None:
     on_ranks(2, gathers, (100, 7), torch.float16, mode, None, sms=1)

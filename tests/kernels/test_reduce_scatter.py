@@ -86,6 +86,17 @@ def test_in_place(mode: Any) -> None:
     on_ranks(3, run, seed=2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_in_place_on_one_rank(mode: Any) -> None:
+    def run(world: Any) -> None:
+        x = pkt.empty(5, 3)
+        x.copy_(right := torch.arange(15.0).view(5, 3))
+        assert reduce_scatter(x, x, dim=1, mode=mode) is x
+        assert torch.equal(x.plain(), right)
+
+    on_ranks(1, run)
+
+
 def test_every_schedule_and_form_gives_the_same_bits() -> None:
     runs = [on_ranks(4, scatters, (40,), torch.bfloat16, mode, seed=seed, sms=2) for seed in SEEDS for mode in MODES]
     for run in runs[1:]:

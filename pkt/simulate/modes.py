@@ -1,13 +1,15 @@
-"""torch's modes: gradients, inference, autocast, default dtype, deterministic algorithms, function modes, hooks of
-saved tensors, and the dispatch keys that an operator's code runs below. Simulated ranks are greenlets of one thread,
-and each has its own, as a process has."""
+"""torch's modes: gradients, inference, autocast, default dtype, deterministic algorithms, function and dispatch modes,
+hooks of saved tensors, and the dispatch keys that an operator's code runs below. Simulated ranks are greenlets of one
+thread, and each has its own, as a process has."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # As torch's functions of longer names, which would be a tenth of what a small schedule calls.
 _only_deterministic = torch._C._get_deterministic_algorithms
@@ -24,6 +26,7 @@ class Modes(NamedTuple):
     dtype: torch.dtype  # of new tensors
     deterministic: tuple[bool, bool]  # algorithms only, and only a warning about others
     functions: tuple[TorchFunctionMode, ...] = ()  # outermost first; without those of the simulation's caller
+    dispatches: tuple[Any, ...] = ()  # TorchDispatchModes, likewise
     hooks: tuple[tuple[Any, Any], ...] = ()  # of saved tensors, (pack, unpack), in the same order
     keys: tuple[Any, Any] | None = None  # dispatch keys included and excluded; None: as the others of these modes say
 
@@ -32,8 +35,12 @@ _LASTING = slice(Modes._fields.index("autocast_dtype"), Modes._fields.index("fun
 """The modes that `Guard.leave` leaves as they are. Whether autocast is on is a dispatch key, which it restores."""
 
 
-def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any, Any], ...] = ()) -> Modes:
-    """The current modes, and the function modes and hooks that the caller has found."""
+def modes(
+    functions: tuple[TorchFunctionMode, ...] = (),
+    dispatches: tuple[Any, ...] = (),
+    hooks: tuple[tuple[Any, Any], ...] = (),
+) -> Modes:
+    """The current modes, and those with a stack that the caller has found."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -42,6 +49,7 @@ def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any,
         torch.get_default_dtype(),
         (_only_deterministic(), _only_warned()),
         functions,
+        dispatches,
         hooks,
     )
 
@@ -52,7 +60,7 @@ def inherited(without: TorchFunctionMode) -> Modes:
     functions = tuple(mode for mode in stack if mode is not without)
     hooks = _taken_hooks()
     _put_hooks(hooks)
-    return modes()._replace(functions=functions, hooks=hooks)
+    return modes(functions, tuple(_get_current_dispatch_mode_stack()), hooks)
 
 
 def enter(wanted: Modes, now: Modes | None = None) -> None:
@@ -73,7 +81,7 @@ def enter(wanted: Modes, now: Modes | None = None) -> None:
 class Guard:
     """A rank's host code runs with its modes between `__init__` and `leave`."""
 
-    __slots__ = ("_before", "_forced", "_guard", "_hooks", "_left", "_outer", "_wanted")
+    __slots__ = ("_before", "_below", "_forced", "_guard", "_hooks", "_left", "_outer", "_wanted")
     _before: tuple[Any, Any]  # dispatch keys when the code went on
     _left: Modes  # what `leave` has returned
 
@@ -86,9 +94,12 @@ class Guard:
         self._outer = torch._C._len_torch_function_stack()
         for mode in wanted.functions:
             _push_mode(mode)
+        self._below = _len_torch_dispatch_stack()
+        for mode in wanted.dispatches:
+            _push_on_torch_dispatch_stack(mode)
         self._hooks = _taken_hooks()
         _put_hooks(wanted.hooks)
-        if last is not None and wanted[: _LASTING.start] == last._wanted[: _LASTING.start]:
+        if last is not None and _deciding(wanted) == _deciding(last._wanted):
             self._before = last._before  # keys follow from those modes, and a look at them takes long
         else:
             self._before = _keys()
@@ -107,10 +118,18 @@ class Guard:
         functions: tuple[TorchFunctionMode, ...] = ()
         for _ in range(torch._C._len_torch_function_stack() - self._outer):
             functions = (_pop_mode(), *functions)
-        found = modes(functions, hooks)
+        dispatches: tuple[Any, ...] = ()
+        for _ in range(_len_torch_dispatch_stack() - self._below):
+            dispatches = (_pop_torch_dispatch_stack(None), *dispatches)
+        found = modes(functions, dispatches, hooks)
         self._guard.__exit__(None, None, None)
         self._left = found if keys == self._before else found._replace(keys=keys)
         return self._left
+
+
+def _deciding(of: Modes) -> tuple[Any, ...]:
+    """The modes that dispatch keys follow from."""
+    return *of[: _LASTING.start], bool(of.dispatches)
 
 
 def _keys() -> tuple[Any, Any]:

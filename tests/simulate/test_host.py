@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils.flop_counter import FlopCounterMode
 
 import pkt
 import pkt.language as pl
@@ -234,6 +235,32 @@ def test_every_rank_has_its_own_inference_mode_and_autocast(mode: str) -> None:
             launch(main, 3, seed=seed, args=(True,))
         assert not is_on()
         torch.empty(2).add_(1)._version
+
+
+def test_every_rank_has_its_own_dispatch_modes() -> None:
+    """A counter of a rank's products sees those of its backward and compiled functions, and the caller's all."""
+    compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
+
+    def main(world: Any) -> tuple[int, int, int]:
+        x = torch.ones(4, 4, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(1 + world.rank):
+                world.all_gather_object(0)
+                y = x @ x
+        for _ in range(2 - world.rank):
+            world.all_gather_object(0)
+        with FlopCounterMode(display=False) as inside:
+            y.sum().backward()
+            compiled(x.detach())
+        return counter.get_total_flops(), inside.get_total_flops(), torch._C._len_torch_dispatch_stack()
+
+    product = 2 * 4**3
+    for seed in SEEDS:
+        assert launch(main, 3, seed=seed) == [((1 + rank) * product, 3 * product, 0) for rank in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        assert launch(main, 2) == [((1 + rank) * product, 3 * product, 1) for rank in range(2)]
+    assert counter.get_total_flops() == (1 + 2 + 2 * 3) * product
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_every_rank_has_its_own_default_dtype_and_deterministic_mode() -> None:

@@ -189,6 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(SIMULATE + "modes.py", "tests/simulate/test_host.py -k mode",
         ("a rank has no inference mode of its own", "_InferenceMode(wanted.inference)", "_InferenceMode(False)"),
+        ("ranks share dispatch modes", "range(_len_torch_dispatch_stack() - self._below)", "range(0)"),
         ("ranks share autocast", '    torch.set_autocast_enabled("cpu", wanted.autocast)\n', ""),
         ("ranks share the default dtype", "        torch.set_default_dtype(wanted.dtype)\n", "        pass\n"),
         ("a warning of deterministic algorithms is an error", "use_deterministic_algorithms(enabled, warn_only=warn_only)", "use_deterministic_algorithms(enabled)"),

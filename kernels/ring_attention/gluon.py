@@ -360,10 +360,10 @@ def gluon_attention_kernel(
     epoch = 0
     if world.size > 1:
         epoch = gl.load(p.ready_ptr + (world.size - 1) * p.B * num_pieces(p, p.CHUNK))
-    queries = open_slots(q.dtype, CONSUMERS, p.BLOCK_M // CONSUMERS, p.D, 1)
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    queries = open_slots(q.dtype, CONSUMERS, HALF, p.D, 1)
     keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
-    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
     begins = open_barriers(CONSUMERS)
     mbarrier.arrive(begins.index(0), count=1)

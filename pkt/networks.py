@@ -134,7 +134,7 @@ def _rails(gpus: Sequence[Path], nics: dict[Path, Nic]) -> tuple[list[str], list
     if not gpus:
         return [], [], []
     if not nics:
-        return [], [], [f"network cards: found none that is up, and GPUs: {len(gpus)}"]
+        return [], [], ["network cards: none is up, so no GPU has one"]
     lines, used = [], dict.fromkeys(nics, 0)
     far, rails = [], []
     for number, gpu in enumerate(gpus):
@@ -149,7 +149,9 @@ def _rails(gpus: Sequence[Path], nics: dict[Path, Nic]) -> tuple[list[str], list
         found = f"{len(gpus)} GPUs, and cards that are up: {len(nics)}; {', '.join(shared)}"
         wrong.append(f"a card for each GPU: {found} GPUs, which share its link")
     if far and not shared:
-        wrong.append(f"near cards: GPUs that reach one only through the host's processors: {len(far)} of {len(gpus)}")
+        wrong.append(
+            f"near cards: GPUs that reach theirs through the host's processors alone: {len(far)} of {len(gpus)}"
+        )
     if len(kinds := dict.fromkeys(f"{nic.gigabits:g} Gb/s {nic.layer}" for nic in rails)) > 1:
         wrong.append(f"rails alike: found cards of {' and '.join(kinds)}; collectives are as fast as the slowest rail")
     return lines, rails, wrong

@@ -105,27 +105,28 @@ def _apart(of_numbers: Callable, of_arrays: Callable) -> Callable:
 
 
 class Shared:
-    """Shared memory, NaN until it is written."""
+    """Shared memory, NaN until it is written. pause: lets others go on, before values are read."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.shape = data, data.shape
+    def __init__(self, data: np.ndarray, pause: Callable[[], None]) -> None:
+        self.data, self.shape, self.pause = data, data.shape, pause
         self.dtype = "dtype"
 
     def index(self, i: int) -> Shared:
-        return Shared(self.data[i])
+        return Shared(self.data[i], self.pause)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         view = self.data.reshape(shape)
         assert np.shares_memory(view, self.data)
-        return Shared(view)
+        return Shared(view, self.pause)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)])
+        return Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)], self.pause)
 
     def permute(self, order: list[int]) -> Shared:
-        return Shared(self.data.transpose(order))
+        return Shared(self.data.transpose(order), self.pause)
 
     def load(self, layout: Any) -> Tile:
+        self.pause()
         return Tile(self.data.copy())
 
     def store(self, tile: Tile) -> None:
@@ -403,7 +404,7 @@ class Machine:
     def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         if dtype == "barriers":
             return Barriers(Barrier() for _ in range(shape[0]))
-        return Shared(np.full(shape, np.nan, np.float32))
+        return Shared(np.full(shape, np.nan, np.float32), self.pause)
 
     def _epoch(self, flags: Pointer, world: Any) -> int:
         self.epochs[flags.rank] = world.launch

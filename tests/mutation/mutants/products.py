@@ -56,6 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("keys behind a chunk are seen", "gl.minimum(high, block.end)[:, None]", "high[:, None]"),
         ("keys of the first chunk alone are waited for", "if block.step != here:", "if here < 0:"),
         ("both consumers attend the first half", "task.row + c * HALF", "task.row"),
+        ("both results lie in one room", "memory.results.index(CONSUMER)", "memory.results.index(0)"),
     ),
     *of("kernels/ring_attention/parts.py", "tests/kernels/test_ring_attention.py -k behind_the_current",
         ("what is sent goes on behind nothing", "        with self.side.behind() as stream:\n            for to in sends:",

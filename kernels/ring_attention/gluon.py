@@ -205,7 +205,7 @@ class Memory:
     queries: Slots  # of a consumer's half of a task each, in turn
     keys: Slots
     values: Slots
-    results: gl.shared_memory_descriptor  # room for each consumer's
+    results: gl.shared_memory_descriptor  # room for each consumer's result
     begins: gl.shared_memory_descriptor  # a barrier a consumer: it may begin its next products
 
 
@@ -320,8 +320,8 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
 
 @gluon.jit
 def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p):
-    """Store a consumer's result and its logarithms. room: for the result in shared memory, so that rows leave in whole
-    sectors."""
+    """Store a consumer's result and its logarithms. room: shared memory for the result, from which each thread stores
+    16 bytes of a row at a time."""
     HALF: gl.constexpr = acc.shape[0]
     DTYPE: gl.constexpr = room.dtype
     STORED: gl.constexpr = whole_rows(p.D, DTYPE, gl.num_warps())

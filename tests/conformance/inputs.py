@@ -326,7 +326,7 @@ def exacts(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any
 def _where(operands: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Inside the `with` new tensors are on the operands' device, on which references are computed."""
     device = next(ranks[0].device for ranks in operands.values() if ranks is not None)
-    # As a mode of torch's it would see each operation of a reference.
+    # A device in a `with` is a mode of torch's, and each operation of a reference would pass through it.
     return contextlib.nullcontext() if device == torch.get_default_device() else device
 
 

@@ -79,13 +79,12 @@ def needed(piece: Part, view: View, rows: int, layout: str, rank: int, size: int
 
 
 def spans(cu_seqlens: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tensor:
-    """The document of each position: its first position and the one behind it, int32 (2, n); (total, 0) where there is
-    none. cu_seqlens: int32 (documents + 1,). at: (n,). On the device, so that a replayed graph may have others."""
-    ends = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), total)))
-    document = torch.searchsorted(cu_seqlens, at, right=True)
-    outside = (document == 0) | (document == len(cu_seqlens))
-    first = torch.where(outside, total, cu_seqlens[(document - 1).clamp(min=0)])
-    return torch.stack((first, torch.where(outside, 0, ends[document]))).int().contiguous()
+    """The document of each position: its first position and the one behind it, int32 (2, n). Where there is none the
+    first is not less than the second. Neither descends along the sequence. cu_seqlens: int32 (documents + 1,). at:
+    (n,). On the device, so that a replayed graph may have others."""
+    document = torch.searchsorted(cu_seqlens, at, right=True)  # 0 and documents + 1: before and behind all of them
+    starts = torch.cat((cu_seqlens[:1], cu_seqlens[:-1], cu_seqlens.new_full((1,), total)))
+    return torch.stack((starts[document], cu_seqlens[document.clamp(max=len(cu_seqlens) - 1)])).int()
 
 
 # ---------------------------------------------------------------------------------------------------- for users

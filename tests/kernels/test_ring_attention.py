@@ -137,10 +137,11 @@ def test_what_is_sent_is_what_somebody_sees(layout: str) -> None:
 
 
 def test_each_position_has_its_document() -> None:
-    """The first position and the one behind the last; the exact results of other tests take the same function."""
+    """The first position and the one behind the last, in ascending order also where there is no document; the exact
+    results of other tests take the same function."""
     ends, at = torch.tensor([2, 4, 4, 7], dtype=torch.int32), torch.arange(9)
     first, behind = sequence.spans(ends, at, 9).tolist()
-    assert [*zip(first, behind)] == [(9, 0)] * 2 + [(2, 4)] * 2 + [(4, 7)] * 3 + [(9, 0)] * 2
+    assert [*zip(first, behind)] == [(2, 2)] * 2 + [(2, 4)] * 2 + [(4, 7)] * 3 + [(9, 7)] * 2
 
 
 def test_pieces_are_the_rows_of_a_rank() -> None:

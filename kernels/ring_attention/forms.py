@@ -42,7 +42,7 @@ from ..shared import attention, copies
 from ..shared.checks import FLOATS
 from ..shared.grid import barrier_counters, num_programs
 from ..shared.replays import in_one_call
-from . import rules, sequence
+from . import rules
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
 from .parts import fits as fits_parts
@@ -55,6 +55,7 @@ from .planning import (
     GLUON_TILES,
     NUM_COMM_SMS,
     Plan,
+    documents,
     of_heads,
     planned,
     shape_of,
@@ -107,8 +108,7 @@ def ring_attention(
     mode: a form that the top of kernels/ring_attention/forms.py describes. Where None, the one of "fused" and "parts"
         with the least predicted time (kernels/ring_attention/rules.py). "parts" is torch's attention by cuDNN or
         FlashAttention. On GPUs it takes bf16 and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or
-        padding. "gluon" takes bf16 and fp16, D of 64 and 128, no cu_seqlens or padding, and zigzag rows that are a
-        multiple of 256; on sm_90, with Triton 3.6.
+        padding. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
     "fused" and "copy", rounded up to BLOCK_N; by default 512. In "gluon" by default 2048, rounded up to 128. tiles:
     (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16; not of
@@ -131,7 +131,7 @@ def ring_attention(
 # ----------------------------------------------------------------------------------------------------------- host
 def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0, **buffers: Any) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse): the kernel. buffers: of `Attention`. pushing: the first programs."""
-    world, s = call.world, call["s"]
+    world, spans_of = call.world, documents(call)
     blank = dict.fromkeys(("k_inbox_ptr", "v_inbox_ptr", "ready_ptr", "needs_ptr", "queue_ptr", "bar_ptr"))
     same = Attention(
         q_ptr=None, k_ptr=None, v_ptr=None, spans_ptr=None, out_ptr=None, lse_ptr=None, **{**blank, **buffers},
@@ -139,16 +139,12 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
     )[6:]  # fmt: skip
     prepare = beside_launch if way == "gathered" else cooperative_launch  # gathered, it waits for nobody
     start = prepare(world, attention_kernel, (programs,), **plan.tiles.options)
-    packed, total = call["cu_seqlens"] is not None, s * world.size
-    device, layout = world.torch_device, call["layout"]
-    at = outside_pools(lambda: sequence.positions(s, layout, world.rank, world.size).int().to(device), device)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
-        documents = sequence.spans(cu_seqlens, at, total) if packed and cu_seqlens is not None else None
-        start(Attention(q, k, v, documents, out, lse, *same), world.device)
+        start(Attention(q, k, v, spans_of(cu_seqlens), out, lse, *same), world.device)
         return out, lse
 
     return launch

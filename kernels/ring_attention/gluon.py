@@ -15,7 +15,13 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -26,12 +32,12 @@ from ..declaration import Call, Launch
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
-from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers, whole_rows
+from ..shared.gluon_warps import SWIZZLED, accumulator, half_layout, itemsize, open_barriers, whole_rows
 from ..shared.grid import num_programs
 from ..shared.products import fitting
 from ..shared.tile_attention import LN2, blocks, interval
 from .kernel import Attention, num_pieces, piece, visit
-from .planning import GLUON_TILES, Plan, sizes
+from .planning import GLUON_TILES, Plan, documents, sizes
 
 STAGES = 2
 """Slots for keys, and as many for values."""
@@ -52,6 +58,7 @@ class Block:
     end: gl.tensor
     clear_from: gl.tensor
     clear_to: gl.tensor
+    here: gl.tensor  # keys from here on have not come, or are padding
     shift: gl.tensor  # to the row of a key from its position
     chunk: gl.tensor  # of its rank's
     distance: gl.tensor  # to its rank, which is rank - distance
@@ -70,6 +77,7 @@ class Task:
     most: gl.tensor
     all_from: gl.tensor
     all_to: gl.tensor
+    padding: gl.tensor  # keys from here on may be padding
 
 
 @aggregate
@@ -87,9 +95,9 @@ class Job:
         return self.p.B * self.p.H * num_pieces(self.p, self.p.BLOCK_M)
 
     @gluon.jit
-    def sees(self, position):
-        """The keys that queries at these positions see, [low, high)."""
-        return interval(position, 0, 0, True, self.p.left, self.p.right, self.p)
+    def sees(self, position, row, inside):
+        """The keys that queries at these positions and rows see, [low, high). inside: which of the rows there are."""
+        return interval(position, row, self.p.S, inside, self.p.left, self.p.right, self.p)
 
     @gluon.jit
     def task(self, t):
@@ -100,9 +108,20 @@ class Job:
         r = t % (self.together * tiles)
         head = begin + r % heads
         row, rows, position = piece(tiles - 1 - r // heads, self.rank, self.p, self.world, self.p.BLOCK_M)
-        least, all_to = self.sees(position)
-        all_from, most = self.sees(position + rows - 1)
-        return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to)
+        # What a query sees ascends with its row, up to padding.
+        last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
+        least, all_to = self.sees(position, row, True)
+        all_from, most = self.sees(position + last, row + last, True)
+        # Each role looks at one block or more. Queries that see no key look at the first one here, which is masked.
+        _row, _rows, first = piece(0, self.rank, self.p, self.world, self.p.BLOCK_M)
+        blind = (rows <= 0) | (least >= most)
+        padding = gl.cast(self.p.length, gl.int32)
+        if self.p.spans_ptr is not None:  # behind the last document
+            padding = gl.where(blind, 0, most)
+        least = gl.where(blind, first, least)
+        most = gl.where(blind, first + 1, most)
+        all_to = gl.where(blind | (position + rows > self.p.length), 0, all_to)
+        return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to, padding)
 
     @gluon.jit
     def turn(self, k):
@@ -124,16 +143,17 @@ class Job:
 
     @gluon.jit
     def seek(self, step, task):
-        """The first block of keys that the task sees from a step of `visit` on: from 0 on there is one, because a query
-        sees its own key. Behind the last block the step is `steps`."""
+        """The first block of keys that the task looks at from a step of `visit` on: from 0 on there is one. Behind the
+        last block the step is `steps`."""
         step = gl.cast(step, gl.int32)
-        chunk, distance, first, start, begin, end, full, unmasked = self.looked_at(step, task)
+        chunk, distance, first, count, start, begin, end, full, unmasked = self.looked_at(step, task)
         while (begin >= end) & (step < self.steps()):
             step += 1
-            chunk, distance, first, start, begin, end, full, unmasked = self.looked_at(step, task)
+            chunk, distance, first, count, start, begin, end, full, unmasked = self.looked_at(step, task)
         clear = start + begin + full * self.p.BLOCK_N
         clear_to = clear + unmasked * self.p.BLOCK_N
-        return Block(step, start + begin, start + end, clear, clear_to, first - start, chunk, distance)
+        here = gl.minimum(start + count, task.padding)
+        return Block(step, start + begin, start + end, clear, clear_to, here, first - start, chunk, distance)
 
     @gluon.jit
     def looked_at(self, step, task):
@@ -142,15 +162,15 @@ class Job:
         begin, end, full, unmasked, _ = blocks(
             start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_N
         )  # fmt: skip
-        return chunk, distance, first, start, begin, end, full, unmasked
+        return chunk, distance, first, count, start, begin, end, full, unmasked
 
     @gluon.jit
     def next(self, block, task):
         """The block behind this one."""
         at = block.at + self.p.BLOCK_N
         if at < block.end:
-            block = Block(block.step, at, block.end, block.clear_from, block.clear_to, block.shift, block.chunk,
-                          block.distance)  # fmt: skip
+            block = Block(block.step, at, block.end, block.clear_from, block.clear_to, block.here, block.shift,
+                          block.chunk, block.distance)  # fmt: skip
         else:
             block = self.seek(block.step + 1, task)
         return block
@@ -169,14 +189,27 @@ class Slots:
     @gluon.jit
     def load(self, n, x, b, row, column):
         """Fill the slot of block n from (b, row, column) of x. Rows behind its last one are 0."""
+        self.fill(n, x, b, row, column, self.full.index(n % self.STAGES))
+
+    @gluon.jit
+    def fill(self, n, x, b, row, column, landed):
+        """As `load`, with another barrier. `keep_first` then lets the slot be taken."""
         slot = n % self.STAGES
         mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
         room = self.room.index(slot)
         ROWS: gl.constexpr = room.shape[0]
         COLUMNS: gl.constexpr = room.shape[1]
-        mbarrier.expect(self.full.index(slot), ROWS * COLUMNS * itemsize(room.dtype))
+        mbarrier.expect(landed, ROWS * COLUMNS * itemsize(room.dtype))
         part = room._reinterpret(room.dtype, [1, ROWS, COLUMNS], x.layout)
-        tma.async_copy_global_to_shared(x, [b, row, column], self.full.index(slot), part)
+        tma.async_copy_global_to_shared(x, [b, row, column], landed, part)
+
+    @gluon.jit
+    def keep_first(self, n, rows, landed, phase):
+        """Set all but the first `rows` rows of block n to 0. landed: the barrier of `fill`, in `phase`."""
+        mbarrier.wait(landed, phase)
+        clear_behind(self.room.index(n % self.STAGES), rows)
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(n % self.STAGES), count=1)
 
     @gluon.jit
     def take(self, n):
@@ -189,6 +222,23 @@ class Slots:
     def free(self, n):
         """Let the slot of block n go."""
         mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
+
+
+@gluon.jit
+def clear_behind(room, rows):
+    """Set all but the first `rows` rows to 0, a few at a time. Rows lie in pieces of SWIZZLED columns."""
+    ROWS: gl.constexpr = room.shape[0]
+    EACH: gl.constexpr = min(8, ROWS)
+    COLUMNS: gl.constexpr = min(SWIZZLED, room.shape[1])
+    PIECES: gl.constexpr = room.shape[1] // COLUMNS
+    LAYOUT: gl.constexpr = whole_rows(COLUMNS, room.dtype, gl.num_warps())
+    LAID: gl.constexpr = half_layout(EACH, COLUMNS, room.dtype)
+    parts = room._reinterpret(room.dtype, [PIECES * ROWS // EACH, EACH, COLUMNS], LAID)
+    for i in range(gl.maximum(rows, 0) // EACH, ROWS // EACH):
+        kept = i * EACH + gl.arange(0, EACH, layout=gl.SliceLayout(1, LAYOUT)) < rows
+        for p in gl.static_range(PIECES):
+            part = parts.index(p * (ROWS // EACH) + i)
+            part.store(gl.where(kept[:, None], part.load(LAYOUT), 0.0))
 
 
 @gluon.jit
@@ -205,6 +255,7 @@ class Memory:
     queries: Slots  # of a consumer's half of a task each, in turn
     keys: Slots
     values: Slots
+    landed: gl.shared_memory_descriptor  # a barrier: values have come whose last rows are to be cleared
     results: gl.shared_memory_descriptor  # room for each consumer's result
     begins: gl.shared_memory_descriptor  # a barrier a consumer: it may begin its next products
 
@@ -216,6 +267,7 @@ def load(p, job, memory, q, own, inboxes):
     others."""
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     n = 0
+    cleared = 0  # blocks
     for k in range(job.turns()):
         task = job.task(job.turn(k))
         for c in gl.static_range(CONSUMERS):
@@ -232,21 +284,32 @@ def load(p, job, memory, q, own, inboxes):
                     if block.step != here:
                         pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
                         here = block.step
+            rows = block.here - block.at
             if block.distance == 0:
                 memory.keys.load(n, own[0], b, row, column)
-                memory.values.load(n, own[1], b, row, column)
             else:
                 memory.keys.load(n, inboxes[0], b, row, column)
+            if (rows < p.BLOCK_N) & (row + rows < p.S):  # weights of 0 are no remedy: the values may be NaN
+                if block.distance == 0:
+                    memory.values.fill(n, own[1], b, row, column, memory.landed)
+                else:
+                    memory.values.fill(n, inboxes[1], b, row, column, memory.landed)
+                memory.values.keep_first(n, rows, memory.landed, cleared & 1)
+                cleared += 1
+            elif block.distance == 0:
+                memory.values.load(n, own[1], b, row, column)
+            else:
                 memory.values.load(n, inboxes[1], b, row, column)
             n += 1
             block = job.next(block, task)
 
 
 @gluon.jit
-def masked(scores, block, position, job):
-    """A consumer's scores without those of keys that a query does not see. position: of the first query."""
+def masked(CONSUMER: gl.constexpr, scores, block, task, job):
+    """A consumer's scores without those of keys that a query does not see."""
     LAYOUT: gl.constexpr = scores.type.layout
-    low, high = job.sees(position + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT)))
+    m = CONSUMER * scores.shape[0] + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    low, high = job.sees(task.position + m, task.row + m, m < task.rows)
     at = block.at + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     seen = (at[None, :] >= low[:, None]) & (at[None, :] < gl.minimum(high, block.end)[:, None])
     return gl.where(seen, scores, -float("inf"))
@@ -264,7 +327,7 @@ def begin_scores(CONSUMER: gl.constexpr, q, n, memory, blank):
 def softmax(CONSUMER: gl.constexpr, scores, block, top, task, job):
     """(greatest score, fp32 weights without it, what the weights so far shrink by), all in base 2."""
     if (block.at < block.clear_from) | (block.at >= block.clear_to):
-        scores = masked(scores, block, task.position + CONSUMER * scores.shape[0], job)
+        scores = masked(CONSUMER, scores, block, task, job)
     new = gl.maximum(top, gl.max(scores, 1) * job.p.scale)
     finite = gl.where(new == -float("inf"), 0.0, new)  # no key seen so far
     return new, gl.exp2(scores * job.p.scale - finite[:, None]), gl.exp2(top - finite)
@@ -367,7 +430,7 @@ def gluon_attention_kernel(
     results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
     begins = open_barriers(CONSUMERS)
     mbarrier.arrive(begins.index(0), count=1)
-    memory = Memory(queries, keys, values, results, begins)
+    memory = Memory(queries, keys, values, open_barriers(1).index(0), results, begins)
     job = Job(p, together, gl.cast(world.rank, gl.int32), epoch, world)
     gl.warp_specialize(
         [
@@ -400,6 +463,7 @@ def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: Sym
     q_rows = rows(some_q, one, h, GLUON_TILES.block_m // CONSUMERS.value)
     own = [rows(x, one, g, GLUON_TILES.block_n) for x in some]
     theirs = [lasts(rows(x.plain(), others, g, GLUON_TILES.block_n)) for x in (keys, values)] if world.size > 1 else own
+    spans_of = documents(call)
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "WAY": tl.constexpr("copied")}
     tasks, group = b * h * plan.blocks, h // g
     near = max(NEAR // (2 * world.size * s * d * call.dtype.itemsize), 1) * group
@@ -408,9 +472,11 @@ def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: Sym
     )
 
     def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: None, lse: torch.Tensor
-    ) -> Any:
-        p = Attention(**{**same, "out_ptr": out, "lse_ptr": lse, "ready_ptr": ready})
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
+        lse: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        of_call = {"spans_ptr": spans_of(cu_seqlens), "out_ptr": out, "lse_ptr": lse}
+        p = Attention(**{**same, **of_call, "ready_ptr": ready})
         q_rows.base, own[0].base, own[1].base = fitted(q, k, v)
         try:
             start(q_rows, *own, *theirs, p, near, world.device)

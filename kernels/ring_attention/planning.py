@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from pkt.runtime.memory.factories import empty
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, choice, flag, integer, number
@@ -92,6 +95,16 @@ def sizes(call: Call, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
     run_time = {"B": call["b"], "S": call["s"], **plan.view._asdict(), "scale": scale / math.log(2)}
     return run_time | {name: tl.constexpr(value) for name, value in constants.items()}
+
+
+def documents(call: Call) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    """What makes `Attention.spans_ptr` of a call's cu_seqlens."""
+    if call["cu_seqlens"] is None:
+        return lambda cu_seqlens: None
+    world, s, layout = call.world, call["s"], call["layout"]
+    device, total = world.torch_device, s * world.size
+    at = outside_pools(lambda: sequence.positions(s, layout, world.rank, world.size).int().to(device), device)
+    return lambda cu_seqlens: None if cu_seqlens is None else sequence.spans(cu_seqlens, at, total)
 
 
 def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTensor]:

@@ -9,7 +9,6 @@ from pkt.model.gpu import H200
 from ..declaration import Call
 from ..shared.gluon_fits import missing_anywhere
 from .parts import fits
-from .planning import GLUON_TILES
 
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's."""
@@ -20,24 +19,15 @@ with a causal mask (`ring_attention_1.json`)."""
 
 
 def fits_gluon(call: Call) -> str:
-    """Why the Gluon kernel cannot compute a call; "" where it can. It reads whole blocks of keys and values, and
-    multiplies with 0 the values that a query does not see. So no block may reach into rows that have not arrived: they
-    may be NaN."""
+    """Why the Gluon kernel cannot compute a call; "" where it can."""
     if lacks := missing_anywhere(call.world):
         return lacks
-    s, twice = call["s"], 2 * GLUON_TILES.block_n
     if not call["q"].numel():
         return "no queries"
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.dtype}, not bfloat16 or float16"
     if call["d"] not in (64, 128):
         return f"D {call['d']}, not 64 or 128"
-    if call["cu_seqlens"] is not None:
-        return "cu_seqlens, which the Gluon kernel does not take"
-    if call["length"] not in (None, call.world.size * s):
-        return f"length {call['length']} of {call.world.size * s} positions, and the Gluon kernel knows no padding"
-    if call["layout"] == "zigzag" and s % twice:
-        return f"zigzag layout with {s} rows, not a multiple of {twice}"
     return ""
 
 

@@ -214,6 +214,13 @@ def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
     return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))
 
 
+def _load_numbers(pointers: Any, mask: Any, other: int) -> Any:
+    """Integers, which are no tiles."""
+    if isinstance(pointers, Vector):
+        return int(pointers.data[pointers.offset]) if mask else other
+    return _load(pointers, mask, other).data
+
+
 def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray) -> None:
     data, offsets = pointers
     mask = np.broadcast_to(mask, offsets.shape)
@@ -373,7 +380,7 @@ class Machine:
         )  # fmt: skip
         tl = SimpleNamespace(
             where=_numbers_where, exp=lambda tile: 0.0,  # so that silu(x) is x, exactly
-            cdiv=_cdiv, minimum=_minimum, maximum=_maximum,
+            cdiv=_cdiv, minimum=_minimum, maximum=_maximum, load=_load_numbers,
         )  # fmt: skip
         tma = SimpleNamespace(
             async_copy_global_to_shared=self._load,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from triton import cdiv
 
 from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
@@ -331,12 +332,14 @@ def run_landed(*args: int, **options: Any) -> None:
 def run_ring(
     size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
-    chunk: int = 8, together: int = 1, stages: int = 2,
+    chunk: int = 8, together: int = 1, stages: int = 2, length: int | None = None, documents: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Attention of each rank's S queries to the keys of all ranks, in tiles of BM queries and BK keys."""
+    """Attention of each rank's S queries to the keys of all ranks, in tiles of BM queries and BK keys. Keys and values
+    of padding are NaN."""
     machine, functions = ready(ring, size, programs, seed, broken)
+    functions["SWIZZLED"] = D  # rows of shared memory lie as here
     rng, layout = np.random.default_rng(seed), "zigzag" if zigzag else "contiguous"
-    view = exact.view_of(S, size, causal, window, None)
+    view = exact.view_of(S, size, causal, window, length)
     pieces = [sequence.pieces(S, layout, rank, size, chunk) for rank in range(size)]
     at = np.concatenate([sequence.positions(S, layout, rank, size) for rank in range(size)]).reshape(size, S)
     chunks, others = len(pieces[0]), max(size - 1, 1)
@@ -346,6 +349,10 @@ def run_ring(
         [[rng.standard_normal((B, S, heads * D)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
         for heads in (H, KV, KV)
     )
+    last = documents[-1] if documents else view.length
+    for rank, x, e in product(range(size), (k, v), range(launches)):
+        x[rank][e][:, at[rank] >= last] = np.nan
+    ends = documents and torch.tensor(documents, dtype=torch.int32)
     outs = [[poison(B, S, H * D) for _ in range(launches)] for _ in range(size)]
     lses = [[poison(B, H, S) for _ in range(launches)] for _ in range(size)]
 
@@ -372,9 +379,10 @@ def run_ring(
             machine.start(rank, 0, engine)
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
+        spans = flat(sequence.spans(ends, torch.from_numpy(at[rank]), size * S).numpy()) if documents else None
         p = ring_kernel.Attention(
-            *[None] * 4, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank), *[None] * 3,
-            B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,
+            *[None] * 3, spans, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank),
+            *[None] * 3, B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,
         )  # fmt: skip
         keys = [Descriptor(x, 1, BK, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
         arguments = (Descriptor(q[rank][e], 1, BM // 2, D), *keys, p, together, world(rank, size, e), stages, 4)
@@ -391,10 +399,17 @@ def run_ring(
         keys, values = (np.concatenate([x[r][e][b, :, of_keys] for r in range(size)]) for x in (k, v))
         scores = q[rank][e][b, :, mine].astype(float) @ keys.T * D**-0.5
         distance = at.reshape(1, -1) - at[rank][:, None]
-        scores[(distance < -view.left) | (distance > view.right)] = -np.inf
-        lse = np.log(np.exp(scores).sum(1))
-        assert_near(outs[rank][e][b, :, mine], np.exp(scores - lse[:, None]) @ values)
-        assert_near(lses[rank][e][b, h], lse)
+        apart = (distance < -view.left) | (distance > view.right)
+        apart |= np.maximum(at.reshape(1, -1), at[rank][:, None]) >= view.length
+        if documents:
+            of = [np.searchsorted(documents, x, side="right") for x in (at.reshape(1, -1), at[rank][:, None])]
+            apart |= (of[0] != of[1]) | (of[0] == 0) | (of[0] == len(documents))
+        scores[apart] = -np.inf
+        total = np.exp(scores).sum(1)
+        with np.errstate(divide="ignore"):
+            assert_near(lses[rank][e][b, h], np.log(total))
+        weights = np.exp(scores) / np.where(total, total, 1.0)[:, None]
+        assert_near(outs[rank][e][b, :, mine], weights @ np.nan_to_num(values))
 
 
 def assert_near(found: np.ndarray, exact: np.ndarray) -> None:

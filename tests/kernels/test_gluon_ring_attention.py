@@ -25,14 +25,15 @@ from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 B, S, H, KV = 2, 1024, 16, 8
 
 
-def compiled(size: int, d: int, dtype: torch.dtype, zigzag: bool) -> Any:
-    """The kernel for causal attention on rank 0."""
+def compiled(size: int, d: int, dtype: torch.dtype, zigzag: bool, packed: bool = False) -> Any:
+    """The kernel for causal attention on rank 0. packed: with documents."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     block_m, block_n = GLUON_TILES[:2]
     shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": 512, "BLOCK": 64}
     constants = {**shape, "WAY": "copied", "ZIGZAG": zigzag, "WHOLE": True}
     numbers = {"B": B, "S": S, "left": 1 << 20, "right": 0, "length": size * S, "scale": 0.1, "num_comm_sms": 0}
     pointers = {"out_ptr": Pointer(name), "lse_ptr": Pointer("fp32"), "ready_ptr": Pointer("int32")}
+    pointers |= {"spans_ptr": Pointer("int32")} if packed else {}
     p = Attention(**{
         **dict.fromkeys(Attention._fields), **pointers, **numbers, **{n: tl.constexpr(x) for n, x in constants.items()},
     })  # fmt: skip
@@ -72,6 +73,19 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
         assert events[first : last + 1].count("WARPGROUP.DEPBAR") == 3
         assert "STL" not in events[first : last + 1]
     assert events.count("WARPGROUP.DEPBAR") == 2 * 4
+
+
+@pytest.mark.parametrize(("size", "d", "zigzag"), [(1, 128, False), (2, 128, True), (2, 64, True)])
+def test_documents_spill_little(tmp_path: Path, size: int, d: int, zigzag: bool) -> None:
+    """What a task of documents sees is loaded, so it takes registers, where it else is computed again. At most two of
+    them go to the stack between the products of a loop."""
+    kernel = compiled(size, d, torch.bfloat16, zigzag, packed=True)
+    assert resources(kernel, tmp_path)["STACK"] <= 136
+    events = re.findall(r"HGMMA\.64x(?:64|128)x16|\bSTL\b", sass(kernel, tmp_path))
+    products = [i for i, event in enumerate(events) if event.startswith("HGMMA")]
+    half = len(products) // 2
+    for first, last in ((products[0], products[half - 1]), (products[half], products[-1])):
+        assert events[first : last + 1].count("STL") <= 2
 
 
 def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

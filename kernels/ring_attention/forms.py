@@ -58,6 +58,7 @@ from .planning import (
     documents,
     of_heads,
     planned,
+    sends,
     shape_of,
     sizes,
     windows,
@@ -201,21 +202,11 @@ def _gluon(call: Call) -> Launch:
 
 def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Launch:
     """Copy engines push, and attention_to(keys, values, counters) waits for it. Collective."""
-    world = call.world
-    (b, s, run), (keys, values) = (call["b"], call["s"], call["g"] * call["d"]), windows(call)
-    rank, size, chunks = world.rank, world.size, len(plan.pieces)
-    counters = _counters(call, plan, "copied", b, s, run)
-    this_launch, itemsize, side = counters[-1:], call.dtype.itemsize, copies.Side(world)
+    world, (keys, values) = call.world, windows(call)
+    counters = _counters(call, plan, "copied", call["b"], call["s"], call["g"] * call["d"])
+    this_launch, side = counters[-1:], copies.Side(world)
     begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
-    parts = []
-    for i, c, d in ((i, c, d) for i in range(b) for c in range(chunks) for d in range(1, size)):
-        piece, peer, at = plan.pieces[c], (rank + d) % size, ((d - 1) * b + i) * chunks + c
-        if plan.needs[d - 1][c]:
-            here = slice(piece.row * run, (piece.row + piece.rows) * run)
-            boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], itemsize)
-            moves = [copies.sending(world, boxes, inbox) for inbox in (keys, values)]
-            parts.append((*moves, copies.telling(world, peer, counters, at)))
+    parts = sends(call, plan, (keys, values), counters)
     this = this_launch.plain()
     compute = attention_to(keys, values, counters)
 

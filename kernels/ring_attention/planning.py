@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, choice, flag, integer, number
-from ..shared import attention
+from ..shared import attention, copies
 from ..shared.grid import COPY_BYTES
 from . import sequence
 from .exact import view_of
@@ -26,6 +27,8 @@ NUM_COMM_SMS = 16
 CHUNK = 512
 GLUON_TILES = attention.Tiles(128, 128)
 GLUON_CHUNK = 2048
+GLUON_ROWS = GLUON_TILES.block_m // 2
+"""Queries or keys of a consumer, of a block, and of a part in the backward pass."""
 
 
 # --------------------------------------------------------------------------------------------------------- checks
@@ -120,3 +123,22 @@ def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTen
         return keys, values
 
     return world.keep((name, "windows", b, s, g, d, call.dtype), make)
+
+
+def sends(
+    call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], counters: SymmetricTensor
+) -> list[tuple[copies.Send, ...]]:
+    """What copy engines do for each chunk that a peer needs: move its keys, move its values, and tell the peer.
+    inboxes: as of `windows`. counters: those of the chunks come first, the number of the launch comes last."""
+    world, (b, s, run) = call.world, (call["b"], call["s"], call["g"] * call["d"])
+    rank, size, chunks = world.rank, world.size, len(plan.pieces)
+    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
+    found = []
+    for i, c, d in product(range(b), range(chunks), range(1, size)):
+        piece, peer, at = plan.pieces[c], (rank + d) % size, ((d - 1) * b + i) * chunks + c
+        if plan.needs[d - 1][c]:
+            here = slice(piece.row * run, (piece.row + piece.rows) * run)
+            boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], call.dtype.itemsize)
+            moves = [copies.sending(world, boxes, inbox) for inbox in inboxes]
+            found.append((*moves, copies.telling(world, peer, counters, at)))
+    return found

@@ -13,6 +13,9 @@ fused: four kernels, one behind the other.
     Scores are computed twice, in 2 and in 3: with atomics, which need this once, the order would not be fixed. A mask,
     a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
 
+gluon: the same with kernels 2 and 3 in specialised warps, see gluon_dq.py and gluon_dkv.py. Keys and values travel by
+    the copy engines.
+
 parts: keys and values travel by the copy engines. torch computes the gradients of own keys, then of each rank's as they
     arrive; those of keys and values go home by the copy engines, in the operands' dtype. Sums over ranks are fp32 and
     in a fixed order. See parts.py.
@@ -41,7 +44,7 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Launch, Operand, Shape, integer
 from ..operator import Operator
-from ..shared import attention
+from ..shared import attention, copies
 from ..shared.attention import Tiles
 from ..shared.checks import FLOATS
 from ..shared.grid import COPY_OPTIONS, num_programs
@@ -49,14 +52,18 @@ from ..shared.replays import with_memory
 from . import rules
 from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .exact_backward import bound, reference
-from .parts import fits, planned_backward
+from .parts import fits, next_kernel, planned_backward
 from .planning import (
     ARGUMENTS,
     CHUNK,
+    GLUON_CHUNK,
+    GLUON_ROWS,
+    GLUON_TILES,
     NUM_COMM_SMS,
     Plan,
     of_heads,
     planned,
+    sends,
     shape_of,
     sizes,
     windows,
@@ -85,7 +92,7 @@ def ring_attention_backward(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     length: int | None = None,
-    mode: Literal["fused", "parts"] | None = None,
+    mode: Literal["fused", "gluon", "parts"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -103,9 +110,11 @@ def ring_attention_backward(
 
     mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one with
         the least predicted time, "fused" under torch.use_deterministic_algorithms. "parts" takes what the form "parts"
-        of `pkt.ring_attention` takes, and no dlse. For "fused" alone:
-    num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
-    stands for, rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
+        of `pkt.ring_attention` takes, and no dlse. "gluon" takes bf16 and fp16, D of 64 and 128, no cu_seqlens or
+        padding, and zigzag rows that are a multiple of 256; on sm_90, with Triton 3.6.
+    chunk: rows of keys and values that one signal stands for, in "fused" rounded up to BLOCK_N and by default 512, in
+    "gluon" rounded up to 128 and by default 2048. For "fused" alone:
+    num_comm_sms: programs that push keys and values, at least 1, by default 16. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
     kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
     step and keys of a program. The same on every rank.
 
@@ -217,6 +226,47 @@ def _fused(call: Call) -> Launch:
     return with_memory(world, launch, [((2, b, h, s), torch.float32)])
 
 
+def _gluon(call: Call) -> Launch:
+    from .gluon_backward import planned_gradients
+
+    world, plan = call.world, planned(call, GLUON_TILES)
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS))
+    keys, values = windows(call, CALL)
+    parts, counters = _inboxes(call, plan, pieces, 0)
+    number, side = counters[-1:], copies.Side(world)
+    both = Backward(
+        *[None] * 11, parts_ptr=parts, ready_ptr=counters, parted_ptr=counters[(world.size - 1) * b * len(plan.pieces) :],
+        needs_ptr=None, number_ptr=number, queue_ptr=None, num_comm_sms=0, **sizes(call, plan), STAGES=tl.constexpr(1),
+    )  # fmt: skip
+    to_peers, this = sends(call, plan, (keys, values), counters), number.plain()
+    count = beside_launch(world, next_kernel, (1,), num_warps=1)
+    n, block_d = b * s * h, triton.next_power_of_2(d)
+    of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
+    gradients = planned_gradients(call, plan, keys, values, both, pieces)
+    add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
+
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        count(number)
+        with side.behind() as stream:
+            for move_keys, move_values, tell in to_peers:
+                move_keys(k, stream)
+                move_values(v, stream)
+                tell(this, stream)
+            sent = side.mark()
+        of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
+        gradients(q, k, v, dout, rows, out)
+        add(both._replace(dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)
+        side.reach(sent)
+        return out, dk, dv
+
+    return with_memory(world, launch, [((2, b, h, s), torch.float32)])
+
+
 # ------------------------------------------------------------------------------------------------------ declaration
 def _logarithms(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
     """Some for tests, with which no weight overflows."""
@@ -230,6 +280,7 @@ def of_keys(call: Call) -> str:
 
 SHAPES = dict.fromkeys(("dout", "q", "k", "v", "result"), (1, 3, 1, 4))
 EIGHT = dict.fromkeys(SHAPES, (1, 3, 1, 8))  # the least D that torch's kernels for GPUs take
+TILED = dict.fromkeys(SHAPES, (2, 150, 2, 64))  # more than a tile of the Gluon kernels
 OPERATOR = Operator(
     ring_attention_backward,
     tensors={
@@ -250,6 +301,11 @@ OPERATOR = Operator(
             settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
             small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
+        "gluon": Form(
+            _gluon, "`fused`, with kernels in specialised warps; push by the copy engines",
+            "2 (W - 1) |k|, and in fp32 as many elements", fits=rules.fits_gluon_backward,
+            settings={"chunk": GLUON_CHUNK}, gpu=True,
+        ),
         "parts": Form(
             planned_backward, "copies by the copy engines, torch's gradients of each rank's keys, then sums",
             "4 (W - 1) |k|", fits=fits, roundings=lambda size: 3,
@@ -266,5 +322,9 @@ OPERATOR = Operator(
         ),
         Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
+        Case(
+            shapes=TILED, arguments={"mode": "gluon", "causal": True, "scale": 0.02, "given": ("dlse",)}, out="new",
+            dtype=torch.bfloat16, explore=False,
+        ),
     ),
 )  # fmt: skip

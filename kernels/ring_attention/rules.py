@@ -31,6 +31,27 @@ def fits_gluon(call: Call) -> str:
     return ""
 
 
+def fits_gluon_backward(call: Call) -> str:
+    """Why the Gluon kernels of the backward pass cannot compute a call; "" where they can. They read whole blocks, as
+    the kernel of the forward pass."""
+    if lacks := missing_anywhere(call.world):
+        return lacks
+    s, twice = call["s"], 2 * GLUON_TILES.block_n
+    if not call["q"].numel():
+        return "no queries"
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"{call.dtype}, not bfloat16 or float16"
+    if call["d"] not in (64, 128):
+        return f"D {call['d']}, not 64 or 128"
+    if call["cu_seqlens"] is not None:
+        return "cu_seqlens, which the Gluon kernels of the backward pass do not take"
+    if call["length"] not in (None, call.world.size * s):
+        return f"length {call['length']} of {call.world.size * s} positions, and these kernels know no padding"
+    if call["layout"] == "zigzag" and s % twice:
+        return f"zigzag layout with {s} rows, not a multiple of {twice}"
+    return ""
+
+
 def default(call: Call) -> str:
     """The form of the forward pass with the least predicted time; "gluon" where torch's attention cannot compute it."""
     if not call.given and fits(call) and not fits_gluon(call):

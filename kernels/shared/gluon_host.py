@@ -24,7 +24,9 @@ from .tile_product import GatedEpilogue, Tiles
 
 CONSUMER_WARPS = 4
 """Of each consumer."""
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, FP8: gl.float8e4nv
+}  # fmt: skip
 
 
 def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -193,6 +193,9 @@ class Pointer:
     def __add__(self, n: int) -> Pointer:
         return Pointer(self.counters, self.rank, self.offset + int(n))
 
+    def of(self, rank: int) -> Pointer:
+        return Pointer(self.counters, rank, self.offset)
+
 
 class Vector:
     """A pointer into a tensor in memory that is read and written element by element."""
@@ -204,6 +207,19 @@ class Vector:
         if isinstance(offsets, int):
             return Vector(self.data, self.offset + offsets)
         return self.data, self.offset + offsets
+
+
+class Symmetric(NamedTuple):
+    """A pointer into a symmetric tensor."""
+
+    everywhere: list[np.ndarray]
+    offset: int = 0
+
+    def __add__(self, offset: Any) -> Symmetric:  # type: ignore[override]
+        return Symmetric(self.everywhere, self.offset + offset)
+
+    def of(self, rank: int) -> Vector:
+        return Vector(self.everywhere[rank].reshape(-1), self.offset)
 
 
 def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
@@ -380,7 +396,7 @@ class Machine:
         )  # fmt: skip
         tl = SimpleNamespace(
             where=_numbers_where, exp=lambda tile: 0.0,  # so that silu(x) is x, exactly
-            cdiv=_cdiv, minimum=_minimum, maximum=_maximum, load=_load_numbers,
+            cdiv=_cdiv, minimum=_minimum, maximum=_maximum, static_range=range, load=_load_numbers,
         )  # fmt: skip
         tma = SimpleNamespace(
             async_copy_global_to_shared=self._load,
@@ -392,8 +408,8 @@ class Machine:
         )  # fmt: skip
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
-            peer=lambda p, rank, world: Pointer(p.counters, rank, p.offset),
-            epoch=self._epoch,
+            peer=lambda p, rank, world: p.of(rank),
+            signal=self._signal, epoch=self._epoch,
         )
         sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
         ptx = SimpleNamespace(
@@ -416,6 +432,10 @@ class Machine:
     def _epoch(self, flags: Pointer, world: Any) -> int:
         self.epochs[flags.rank] = world.launch
         return world.launch
+
+    def _signal(self, p: Pointer, peer: int, world: Any, value: int, op: str) -> None:
+        assert op == "set"
+        p.counters[peer][p.offset] = value
 
     def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:
         assert scope == "sys"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from .gluon_backward_runs import run_ring_backward
 from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_ring, run_two_shot
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
@@ -111,6 +112,23 @@ def test_documents_in_a_ring(size, zigzag, told):
     """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
     for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
         run_ring(size, 14, 2, 1, 1 + seed % 2, seed, zigzag=zigzag, documents=documents, **told)
+
+
+@pytest.mark.parametrize(
+    ("size", "S", "H", "KV"), [(1, 19, 2, 1), (1, 8, 1, 1), (2, 16, 2, 2), (2, 13, 2, 1), (3, 8, 1, 1), (4, 21, 2, 1)]
+)
+@pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}, {"window": (9, -1)}])
+def test_ring_backward(size, S, H, KV, told):
+    """Also where nobody sees some keys of a peer, of which no part is sent."""
+    for seed in range(3):
+        options = {"B": 1 + seed % 2, "together": 1 + seed, "stages": 2 + seed % 2}
+        run_ring_backward(size, S, H, KV, 1 + seed, seed, **options, **told)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_zigzag_ring_backward(size):
+    for seed in range(4):
+        run_ring_backward(size, 16, 2, 1, 1 + seed, seed, zigzag=True, causal=seed != 3)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

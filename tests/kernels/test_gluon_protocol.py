@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from .gluon_backward_runs import run_ring_backward
 from .gluon_machine import Stuck, TooManyArrivals
 from .gluon_runs import (
     BK,
@@ -37,6 +38,11 @@ def run_small_ring(size, S, N, K, *args, **options):
     run_ring(size, S, 2, 1, *args, **options)
 
 
+def run_small_backward(size, S, N, K, *args, **options):
+    """run_ring_backward of two heads."""
+    run_ring_backward(size, S, 2, 1, *args, **options)
+
+
 def goes_wrong(run, seeds, *sizes, **options):
     """Whether a run of two programs gives a wrong result, hangs or breaks an mbarrier, in one of the orders. Any other
     error is one of the test's own."""
@@ -59,8 +65,9 @@ def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
 
 
 @pytest.mark.parametrize("broken", [without("pl", "wait"), without("mbarrier", "wait")], ids=["wait", "mbarrier.wait"])
-def test_a_kind_of_wait_that_is_left_out_of_a_ring_is_found(broken):
-    assert goes_wrong(run_small_ring, range(6), 3, 16, 0, 0, broken=broken)
+@pytest.mark.parametrize("run", [run_small_ring, run_small_backward])
+def test_a_kind_of_wait_that_is_left_out_of_a_ring_is_found(run, broken):
+    assert goes_wrong(run, range(6), 3, 16, 0, 0, broken=broken)
 
 
 def skipping(name, attribute, line, seen):
@@ -106,6 +113,9 @@ def skipping(name, attribute, line, seen):
         (run_landed, "gl", "atomic_add", 2),
         (run_small_ring, "pl", "wait", 1),
         (run_small_ring, "mbarrier", "wait", 2),
+        (run_small_backward, "pl", "wait", 1),
+        (run_small_backward, "pl", "signal", 1),
+        (run_small_backward, "mbarrier", "wait", 4),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):

@@ -1,0 +1,73 @@
+"""The host side of the Gluon kernels of the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from pkt.runtime.launch.launch import beside_launch, cooperative_launch
+from pkt.runtime.launch.passing import lasts
+from pkt.runtime.memory.tensor import SymmetricTensor
+
+from ..declaration import Call
+from ..shared.gluon_host import CONSUMER_WARPS, descriptor
+from ..shared.grid import num_programs
+from ..shared.products import fitting
+from .backward import Backward
+from .gluon import NEAR
+from .gluon_dkv import gluon_dkv_kernel
+from .gluon_dq import gluon_dq_kernel
+from .planning import GLUON_ROWS, GLUON_TILES, Plan
+
+STAGES = 4
+"""Slots for blocks of keys and as many for values, or of queries and of dout."""
+
+
+def planned_gradients(
+    call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, p: Backward, pieces: int
+) -> Callable[..., None]:
+    """launch(q, k, v, dout, rows, out): dq, and the parts of dk and dv. keys, values: as `planning.windows` has them.
+    p: with the symmetric tensors. pieces: of GLUON_ROWS keys of a rank's head, those of all heads."""
+    world = call.world
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+
+    def rows(x: torch.Tensor, batches: int, heads: int) -> Any:
+        return descriptor(x.view(batches, s, heads * d), (1, GLUON_ROWS, d))
+
+    fits = [fitting(call[name]) for name in ("q", "dout", "k", "v")]
+
+    def fitted(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The operands, which TMA can address."""
+        return [fit(x) if fit else x for fit, x in zip(fits, tensors)]
+
+    some = fitted(*(call[name] for name in ("q", "dout", "k", "v")))
+    lent = [rows(x, b, heads) for x, heads in zip(some, (h, h, g, g))]
+    theirs = [lasts(rows(x.plain(), (world.size - 1) * b, g)) for x in (keys, values)] if world.size > 1 else lent[2:]
+    numbers = descriptor(torch.empty(2 * b * h * s, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
+    of_kernel = p._replace(BLOCK_M=tl.constexpr(GLUON_TILES.block_m), BLOCK_N=tl.constexpr(GLUON_ROWS))
+    near = NEAR // (2 * s * d * call.dtype.itemsize)  # heads
+    options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
+    programs = num_programs(world, b * h * plan.blocks)
+    of_queries = cooperative_launch(world, gluon_dq_kernel, (programs,), **options)
+    programs = num_programs(world, world.size * b * -(-pieces // 2))
+    of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)
+    group = h // g
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
+    ) -> None:  # fmt: skip
+        for one, x in zip((*lent, numbers), (*fitted(q, dout, k, v), rows)):
+            one.base = x
+        mine = of_kernel._replace(rows_ptr=rows, dq_ptr=out)
+        try:
+            of_queries(*lent, *theirs, mine, max(near // world.size, 1) * group, world.device)
+            blocks = mine._replace(BLOCK_M=mine.BLOCK_N)
+            of_keys(*lent[:2], numbers, *lent[2:], *theirs, blocks, max(near // group, 1), world.device)
+        finally:
+            for one in (*lent, numbers):
+                one.base = None
+
+    return launch

@@ -1,0 +1,337 @@
+"""The kernel of dk and dv in specialised warps: `backward.keys_kernel`, as gluon.py has the forward pass.
+
+The loader fills slots with a task's keys and values, and with blocks of this rank's queries and dout. Each of the two
+consumers has half of a task's keys. Its scores are transposed, keys by queries. So weights and slopes are in the
+registers as the tensor cores take them for the products with dout and with the queries, and never leave them. While the
+tensor cores multiply the values with dout, a consumer has the weights, and while they multiply these with dout the
+slopes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+import pkt.language as pl
+
+from ..shared.gluon_aggregate import aggregate
+from ..shared.gluon_scales import CONSUMERS
+from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
+from ..shared.tile_attention import LN2, blocks, interval
+from .backward import _is_seen
+from .gluon import REGISTERS, Slots, open_slots
+from .gluon_dq import slopes_of, weigh
+from .kernel import num_pieces, part, piece
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+@aggregate
+class KeysTask:
+    """The keys of a task, and the queries that see them: `tile_attention.sight` with the two sides exchanged."""
+
+    b: gl.tensor
+    g: gl.tensor  # the head of keys
+    piece: gl.tensor
+    distance: gl.tensor  # to their rank, which is rank - distance
+    source: gl.tensor  # their rank
+    row: gl.tensor  # the first key's
+    rows: gl.tensor
+    position: gl.tensor  # the first key's
+    least: gl.tensor
+    most: gl.tensor
+    all_from: gl.tensor
+    all_to: gl.tensor
+
+
+@aggregate
+class KeysJob:
+    """What all roles know."""
+
+    p: gl.tuple  # Backward
+    together: gl.tensor  # heads of keys of all batches that programs work on at a time
+    rank: gl.tensor
+    number: gl.tensor  # of this launch
+    world: gl.tuple
+
+    @gluon.jit
+    def pieces(self):
+        """Of a head's keys of a rank."""
+        return num_pieces(self.p, CONSUMERS * self.p.BLOCK_N)
+
+    @gluon.jit
+    def tasks(self):
+        return self.world.size * self.p.B * self.p.KV * self.pieces()
+
+    @gluon.jit
+    def sees(self, position):
+        """The queries that see keys at these positions, [low, high)."""
+        return interval(position, 0, 0, True, self.p.right, self.p.left, self.p)
+
+    @gluon.jit
+    def task(self, t):
+        """Task t. Own keys come last. Of some heads at a time all tasks come, those that most queries see under a
+        causal mask first."""
+        heads = self.p.B * self.p.KV
+        pieces = self.pieces()
+        distance = (t // (heads * pieces) + 1) % self.world.size
+        r = t % (heads * pieces)
+        begin = r // (self.together * pieces) * self.together
+        r = r % (self.together * pieces)
+        heads = gl.minimum(heads - begin, self.together)
+        head = begin + r % heads
+        source = (self.rank - distance + self.world.size) % self.world.size
+        row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
+        least, all_to = self.sees(position)
+        all_from, most = self.sees(position + rows - 1)
+        return KeysTask(
+            head // self.p.KV, head % self.p.KV, r // heads, distance, source, row, rows, position, least, most,
+            all_from, all_to,
+        )  # fmt: skip
+
+    @gluon.jit
+    def turn(self, k):
+        """This program's k-th task, as `gluon.Job.turn`."""
+        programs = gl.num_programs(0)
+        return k * programs + gl.where(k % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
+
+    @gluon.jit
+    def turns(self):
+        """How many tasks this program has."""
+        k = self.tasks() // gl.num_programs(0)
+        return k + gl.where(self.turn(k) < self.tasks(), 1, 0)
+
+    @gluon.jit
+    def steps(self):
+        """Parts of this rank's queries, each with all heads that share the keys."""
+        PARTS: gl.constexpr = 2 if self.p.ZIGZAG else 1
+        return PARTS * (self.p.H // self.p.KV)
+
+    @gluon.jit
+    def seen(self, task):
+        """Whether a query here sees one of the task's keys. Else nobody computes or waits for anything of it."""
+        return (task.distance == 0) | _is_seen(task.least, task.most, self.rank, self.p, self.world)
+
+    @gluon.jit
+    def looked_at(self, step, task):
+        """Which blocks of queries the task looks at in a step: the row and the position of the first, how many, and
+        which of them need no mask, [clear, clear_to). No key is seen from position `end` on."""
+        first, count, start = part(step >= self.p.H // self.p.KV, self.rank, self.p, self.world)
+        begin, end, full, unmasked, masked = blocks(
+            start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_M
+        )  # fmt: skip
+        return first + begin, start + begin, unmasked + masked, full, full + unmasked, start + end
+
+
+# ------------------------------------------------------------------------------------------------------------- slots
+@aggregate
+class QuerySlots:
+    """Shared memory for blocks of queries, which the loader fills in turn: block n is in slot n % STAGES."""
+
+    queries: gl.shared_memory_descriptor  # (STAGES, BLOCK_M, D)
+    douts: gl.shared_memory_descriptor  # as queries
+    lse: gl.shared_memory_descriptor  # fp32 (STAGES, BLOCK_M)
+    delta: gl.shared_memory_descriptor  # as lse
+    full: gl.shared_memory_descriptor  # a barrier a slot: it has been filled
+    empty: gl.shared_memory_descriptor  # a barrier a slot: it is free
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def load(self, n, q, dout, numbers, b, row, column, at, delta_at):
+        """Fill the slot of block n: from (b, row, column) of q and dout, and from two places of the numbers. Rows
+        behind the last one of q are 0."""
+        slot = n % self.STAGES
+        mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
+        full = self.full.index(slot)
+        DTYPE: gl.constexpr = self.queries.dtype
+        ROWS: gl.constexpr = self.queries.shape[1]
+        COLUMNS: gl.constexpr = self.queries.shape[2]
+        mbarrier.expect(full, 2 * ROWS * (COLUMNS * itemsize(DTYPE) + itemsize(self.lse.dtype)))
+        place = self.queries.index(slot)._reinterpret(DTYPE, [1, ROWS, COLUMNS], q.layout)
+        tma.async_copy_global_to_shared(q, [b, row, column], full, place)
+        tma.async_copy_global_to_shared(numbers, [at], full, self.lse.index(slot))
+        place = self.douts.index(slot)._reinterpret(DTYPE, [1, ROWS, COLUMNS], q.layout)
+        tma.async_copy_global_to_shared(dout, [b, row, column], full, place)
+        tma.async_copy_global_to_shared(numbers, [delta_at], full, self.delta.index(slot))
+
+    @gluon.jit
+    def take(self, n):
+        """The slot of block n, once it has been filled."""
+        slot = n % self.STAGES
+        mbarrier.wait(self.full.index(slot), (n // self.STAGES) & 1)
+        return slot
+
+    @gluon.jit
+    def free(self, slot):
+        """Let a slot go."""
+        fence_async_shared()  # TMA overwrites numbers that threads have read
+        mbarrier.arrive(self.empty.index(slot), count=1)
+
+
+@gluon.jit
+def open_query_slots(q, numbers, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Empty slots for blocks that both consumers read. q, numbers: descriptors."""
+    LAYOUT: gl.constexpr = half_layout(ROWS, COLUMNS, q.dtype)
+    queries = gl.allocate_shared_memory(q.dtype, [STAGES, ROWS, COLUMNS], LAYOUT)
+    douts = gl.allocate_shared_memory(q.dtype, [STAGES, ROWS, COLUMNS], LAYOUT)
+    lse = gl.allocate_shared_memory(numbers.dtype, [STAGES, ROWS], numbers.layout)
+    delta = gl.allocate_shared_memory(numbers.dtype, [STAGES, ROWS], numbers.layout)
+    return QuerySlots(queries, douts, lse, delta, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS), STAGES)
+
+
+@aggregate
+class KeysMemory:
+    """What the roles of the kernel of dk and dv share."""
+
+    keys: gl.tuple  # Slots of each consumer for its half of a task. With one slot each its address is a constant
+    values: gl.tuple  # as keys
+    queries: QuerySlots
+
+
+# ------------------------------------------------------------------------------------------------------------- roles
+@gluon.jit
+def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
+    """The loader. own, inboxes: as of `gluon.load`. numbers: all of `Backward.rows_ptr`, one after the other."""
+    GROUP: gl.constexpr = p.H // p.KV
+    m = 0
+    n = 0
+    for k in range(job.turns()):
+        task = job.task(job.turn(k))
+        if job.seen(task):
+            for c in gl.static_range(CONSUMERS):
+                row = task.row + c * p.BLOCK_N
+                if task.distance == 0:
+                    memory.keys[c].load(m, own[0], task.b, row, task.g * p.D)
+                    memory.values[c].load(m, own[1], task.b, row, task.g * p.D)
+                else:
+                    b = task.b + (task.distance - 1) * p.B
+                    memory.keys[c].load(m, inboxes[0], b, row, task.g * p.D)
+                    memory.values[c].load(m, inboxes[1], b, row, task.g * p.D)
+            m += 1
+            for step in range(job.steps()):
+                row, _, count, _, _, _ = job.looked_at(step, task)
+                h = task.g * GROUP + step % GROUP
+                at = (task.b * p.H + h) * p.S + row
+                for i in range(count):
+                    down = i * p.BLOCK_M
+                    memory.queries.load(
+                        n, q, dout, numbers, task.b, row + down, h * p.D, at + down, at + down + p.B * p.H * p.S
+                    )
+                    n += 1
+
+
+@gluon.jit
+def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
+    """A consumer."""
+    RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
+    m = 0
+    n = 0
+    for k in range(job.turns()):
+        task = job.task(job.turn(k))
+        if job.seen(task):
+            dk = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
+            dv = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
+            keys = memory.keys[CONSUMER].take(m)
+            values = memory.values[CONSUMER].take(m)
+            position = task.position + CONSUMER * p.BLOCK_N
+            for step in range(job.steps()):
+                _, at, count, clear, clear_to, end = job.looked_at(step, task)
+                for i in range(count):
+                    masked = (i < clear) | (i >= clear_to)
+                    dk, dv = add_block(dk, dv, keys, values, n, masked, at + i * p.BLOCK_M, end, position, job, memory)
+                    n += 1
+            memory.keys[CONSUMER].free(m)
+            memory.values[CONSUMER].free(m)
+            m += 1
+            send(CONSUMER, dk, dv, task, job, p)
+
+
+@gluon.jit
+def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
+    """A consumer's dk / scale and dv, with those of block n of queries. masked, at, end, position: as of `weigh`."""
+    ROWS: gl.constexpr = keys.shape[0]
+    COLUMNS: gl.constexpr = memory.queries.queries.shape[1]
+    SCORES: gl.constexpr = accumulator(COLUMNS, gl.num_warps())
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    NUMBERS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    slot = memory.queries.take(n)
+    queries = memory.queries.queries.index(slot)
+    douts = memory.queries.douts.index(slot)
+    blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
+    scores = warpgroup_mma(keys, queries.permute([1, 0]), blank, use_acc=False, is_async=True)
+    products = warpgroup_mma(values, douts.permute([1, 0]), blank, use_acc=False, is_async=True)
+    lse = memory.queries.lse.index(slot).load(NUMBERS)[None, :]
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    weights = weigh(scores, lse, masked, at, end, position, job)
+    rounded = gl.convert_layout(weights.to(keys.dtype), OPERAND)
+    dv = warpgroup_mma(rounded, douts, dv, is_async=True)
+    products = warpgroup_mma_wait(1, deps=(products,))
+    delta = memory.queries.delta.index(slot).load(NUMBERS)[None, :]
+    slopes = gl.convert_layout(slopes_of(weights, products, delta, masked).to(keys.dtype), OPERAND)
+    dk = warpgroup_mma(slopes, queries, dk, is_async=True)
+    dk, dv, rounded, slopes = warpgroup_mma_wait(0, deps=(dk, dv, rounded, slopes))
+    memory.queries.free(slot)
+    return dk, dv
+
+
+@gluon.jit
+def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
+    """Store a consumer's part of dk and dv where their keys are, if somebody here sees these keys, with a signal."""
+    RESULT: gl.constexpr = dk.type.layout
+    row = task.row + CONSUMER * p.BLOCK_N
+    rows = gl.minimum(task.rows - CONSUMER * p.BLOCK_N, p.BLOCK_N)
+    position = task.position + CONSUMER * p.BLOCK_N
+    least, _ = job.sees(position)
+    _, most = job.sees(position + rows - 1)
+    if (rows > 0) & ((task.distance == 0) | _is_seen(least, most, job.rank, p, job.world)):
+        whole = gl.cast(p.B * p.S, gl.int64) * p.KV * p.D
+        base = task.distance * 2 * whole + ((gl.cast(task.b, gl.int64) * p.S + row) * p.KV + task.g) * p.D
+        target = pl.peer(p.parts_ptr + base, task.source, job.world)
+        m = gl.arange(0, p.BLOCK_N, layout=gl.SliceLayout(1, RESULT))
+        d = gl.arange(0, p.D, layout=gl.SliceLayout(0, RESULT))
+        places = m[:, None] * (p.KV * p.D) + d[None, :]
+        gl.store(target + places, dk * (p.scale * LN2), mask=(m < rows)[:, None])
+        gl.store(target + whole + places, dv, mask=(m < rows)[:, None])
+        if job.world.size > 1:
+            if task.distance > 0:
+                at = ((task.distance - 1) * p.B + task.b) * p.KV + task.g
+                at = at * num_pieces(p, p.BLOCK_N) + task.piece * CONSUMERS + CONSUMER
+                pl.signal(p.parted_ptr + at, task.source, job.world, job.number, "set")  # publish
+
+
+# ------------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit(do_not_specialize=["together"])
+def gluon_dkv_kernel(
+    q,  # (B, S, H * D) this rank's, blocks of 1 x BLOCK_M x D
+    dout,  # as q
+    numbers,  # fp32 (2 * B * H * S) this rank's, see Backward.rows_ptr; blocks of BLOCK_M
+    k,  # (B, S, KV * D) this rank's, blocks of 1 x BLOCK_N x D
+    v,  # as k
+    k_inbox,  # ((size - 1) * B, S, KV * D) this rank's, blocks as of k
+    v_inbox,  # as k_inbox
+    p,  # Backward, without the tensors above; BLOCK_N: keys of a consumer
+    together,  # heads of keys of all batches that programs work on at a time
+    world,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """The module's kernel: shared memory, barriers, and who does what. It waits for nothing, as `keys_kernel`."""
+    keys = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
+    values = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
+    memory = KeysMemory(keys, values, open_query_slots(q, numbers, STAGES, p.BLOCK_M, p.D))
+    job = KeysJob(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
+    gl.warp_specialize(
+        [
+            (compute_dkv, (0, p, job, memory)),
+            (compute_dkv, (1, p, job, memory)),
+            (load_for_dkv, (p, job, memory, q, dout, numbers, (k, v), (k_inbox, v_inbox))),
+        ],
+        [num_warps, 1],
+        REGISTERS,
+    )

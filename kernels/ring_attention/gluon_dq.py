@@ -1,0 +1,212 @@
+"""The kernel of dq in specialised warps: `backward._queries`, as gluon.py has the forward pass.
+
+The loader fills slots with a task's queries and dout, and with blocks of keys and values, and waits for the ranks'
+chunks in the order of `kernel.visit`. Each of the two consumers has half of a task's queries. While the tensor cores
+compute the next block's scores it has the slopes of this one, and while they multiply these with the keys it has the
+next block's weights. Weights and slopes never leave the registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+import pkt.language as pl
+
+from ..shared.gluon_aggregate import aggregate
+from ..shared.gluon_scales import CONSUMERS
+from ..shared.gluon_warps import accumulator, half_layout, whole_rows
+from ..shared.tile_attention import LN2
+from .gluon import REGISTERS, Job, Slots, open_slots
+from .kernel import num_pieces
+
+
+# ----------------------------------------------------------------------------------------------- weights and slopes
+@gluon.jit
+def needs_mask(block):
+    """Whether some pairs of a block are not seen."""
+    return (block.at < block.clear_from) | (block.at >= block.clear_to)
+
+
+@gluon.jit
+def weigh(scores, lse, masked, at, end, position, job):
+    """fp32 weights of a consumer's scores: 0 where a row does not see a column. lse: in base 2, (rows, 1) or (1,
+    columns). masked: whether there are such. at, position: of the first column and row. No row sees columns from
+    position `end` on."""
+    weights = gl.exp2(scores * job.p.scale - lse)
+    if masked:
+        LAYOUT: gl.constexpr = scores.type.layout
+        low, high = job.sees(position + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT)))
+        column = at + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        seen = (column[None, :] >= low[:, None]) & (column[None, :] < gl.minimum(high, end)[:, None])
+        weights = gl.where(seen, weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def slopes_of(weights, products, delta, masked):
+    """The gradients of the scores, fp32. products: of dout and the values. delta: as lse of `weigh`. Where the weight
+    is 0 the slope is, too, even if the other numbers are not finite."""
+    slopes = weights * (products - delta)
+    if masked:
+        slopes = gl.where(weights == 0.0, 0.0, slopes)
+    return slopes
+
+
+@gluon.jit
+def slot_of(slots, n):
+    """The slot of block n, which has been taken."""
+    return slots.room.index(n % slots.STAGES)
+
+
+# ------------------------------------------------------------------------------------------------------------- roles
+@aggregate
+class QueriesMemory:
+    """What the roles of the kernel of dq share."""
+
+    queries: gl.tuple  # Slots of each consumer for its half of a task. With one slot each its address is a constant
+    douts: gl.tuple  # as queries
+    keys: Slots
+    values: Slots
+    results: gl.shared_memory_descriptor  # room for each consumer's result
+
+
+@gluon.jit
+def load_for_dq(p, job, memory, q, dout, own, inboxes):
+    """The loader. own, inboxes: as of `gluon.load`."""
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    n = 0
+    for k in range(job.turns()):
+        task = job.task(job.turn(k))
+        for c in gl.static_range(CONSUMERS):
+            memory.queries[c].load(k, q, task.b, task.row + c * HALF, task.h * p.D)
+            memory.douts[c].load(k, dout, task.b, task.row + c * HALF, task.h * p.D)
+        column = task.h // (p.H // p.KV) * p.D
+        here = -1  # the step whose chunk is here
+        block = job.seek(0, task)
+        while block.step < job.steps():
+            row = block.at + block.shift
+            b = task.b
+            if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+                if block.distance > 0:
+                    b += (block.distance - 1) * p.B
+                    if block.step != here:
+                        pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
+                        here = block.step
+            if block.distance == 0:
+                memory.keys.load(n, own[0], b, row, column)
+                memory.values.load(n, own[1], b, row, column)
+            else:
+                memory.keys.load(n, inboxes[0], b, row, column)
+                memory.values.load(n, inboxes[1], b, row, column)
+            n += 1
+            block = job.next(block, task)
+
+
+@gluon.jit
+def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
+    """A consumer."""
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    DTYPE: gl.constexpr = memory.keys.room.dtype
+    SCORES: gl.constexpr = accumulator(p.BLOCK_N, gl.num_warps())
+    RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
+    SLOPES: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    n = 0
+    for k in range(job.turns()):
+        task = job.task(job.turn(k))
+        position = task.position + CONSUMER * HALF
+        m = CONSUMER * HALF + gl.arange(0, HALF, layout=ROWS)
+        numbers = p.rows_ptr + (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + task.row
+        lse = gl.load(numbers + m, mask=m < task.rows, other=0.0)
+        delta = gl.load(numbers + gl.cast(p.B * p.H, gl.int64) * p.S + m, mask=m < task.rows, other=0.0)
+        blank = gl.zeros((HALF, p.BLOCK_N), gl.float32, SCORES)
+        acc = gl.zeros((HALF, p.D), gl.float32, RESULT)
+        block = job.seek(0, task)
+        q = memory.queries[CONSUMER].take(k)
+        scores = warpgroup_mma(q, memory.keys.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
+        dout = memory.douts[CONSUMER].take(k)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        masked = needs_mask(block)
+        weights = weigh(scores, lse[:, None], masked, block.at, block.end, position, job)
+        block = job.next(block, task)
+        while block.step < job.steps():
+            values = memory.values.take(n).permute([1, 0])
+            products = warpgroup_mma(dout, values, blank, use_acc=False, is_async=True)
+            keys = memory.keys.take(n + 1).permute([1, 0])
+            scores = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(1, deps=(products,))
+            memory.values.free(n)
+            slopes = slopes_of(weights, products, delta[:, None], masked).to(DTYPE)
+            slopes = gl.convert_layout(slopes, SLOPES)
+            acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            masked = needs_mask(block)
+            weights = weigh(scores, lse[:, None], masked, block.at, block.end, position, job)
+            block = job.next(block, task)
+            acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
+            memory.keys.free(n)
+            n += 1
+        memory.queries[CONSUMER].free(k)
+        values = memory.values.take(n).permute([1, 0])
+        products = warpgroup_mma(dout, values, blank, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products,))
+        memory.values.free(n)
+        memory.douts[CONSUMER].free(k)
+        slopes = slopes_of(weights, products, delta[:, None], masked).to(DTYPE)
+        slopes = gl.convert_layout(slopes, SLOPES)
+        acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
+        acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
+        memory.keys.free(n)
+        n += 1
+        store_dq(CONSUMER, acc, task, memory.results.index(CONSUMER), p)
+
+
+@gluon.jit
+def store_dq(CONSUMER: gl.constexpr, acc, task, room, p):
+    """Store a consumer's result. room: shared memory for it, from which each thread stores 16 bytes of a row at a
+    time."""
+    HALF: gl.constexpr = acc.shape[0]
+    STORED: gl.constexpr = whole_rows(p.D, room.dtype, gl.num_warps())
+    room.store((acc * (p.scale * LN2)).to(room.dtype))
+    m = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
+    base = (gl.cast(task.b, gl.int64) * p.S + task.row) * (p.H * p.D) + task.h * p.D
+    places = m[:, None] * (p.H * p.D) + d[None, :]
+    gl.store(p.dq_ptr + base + places, room.load(STORED), mask=(m < task.rows)[:, None])
+
+
+# ------------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit(do_not_specialize=["together"])
+def gluon_dq_kernel(
+    q,  # (B, S, H * D) this rank's, blocks of 1 x BLOCK_M / 2 x D
+    dout,  # as q
+    k,  # (B, S, KV * D) this rank's, blocks of 1 x BLOCK_N x D
+    v,  # as k
+    k_inbox,  # ((size - 1) * B, S, KV * D) this rank's, blocks as of k
+    v_inbox,  # as k_inbox
+    p,  # Backward, without the tensors above
+    together,  # heads of all batches that programs work on at a time
+    world,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """The module's kernel: shared memory, barriers, and who does what."""
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    queries = open_slots(q.dtype, 1, HALF, p.D, 1), open_slots(q.dtype, 1, HALF, p.D, 1)
+    douts = open_slots(q.dtype, 1, HALF, p.D, 1), open_slots(q.dtype, 1, HALF, p.D, 1)
+    keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
+    values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
+    results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
+    memory = QueriesMemory(queries, douts, keys, values, results)
+    job = Job(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
+    gl.warp_specialize(
+        [
+            (compute_dq, (0, p, job, memory)),
+            (compute_dq, (1, p, job, memory)),
+            (load_for_dq, (p, job, memory, q, dout, (k, v), (k_inbox, v_inbox))),
+        ],
+        [num_warps, 1],
+        REGISTERS,
+    )

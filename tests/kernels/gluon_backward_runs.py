@@ -1,0 +1,117 @@
+"""Runs of the Gluon kernels of ring attention's backward pass on the machine of `gluon_machine`, as gluon_runs has those
+of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+
+from .gluon_machine import Descriptor, Machine, Pointer, Symmetric, as_python
+from .gluon_runs import BK, BM, Broken, assert_near, flat, poison, warps, world
+
+from pkt.kernels.ring_attention import backward, exact, gluon, gluon_dkv, gluon_dq, kernel, sequence  # noqa: E402
+
+MODULES = [warps, kernel, backward, gluon, gluon_dq, gluon_dkv]
+HALF = BM // 2
+assert HALF == BK
+
+
+def run_ring_backward(
+    size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
+    B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
+    chunk: int = 8, together: int = 1, stages: int = 2,
+) -> None:  # fmt: skip
+    """dq, dk and dv of each rank, with lse and delta that are any numbers. A rank's launch has three steps: dq beside
+    the copies of its keys, the parts of dk and dv, and their sum."""
+    machine = Machine(size, programs, seed)
+    functions = as_python(MODULES, machine)
+    if broken:
+        broken(functions)
+    rng, layout = np.random.default_rng(seed), "zigzag" if zigzag else "contiguous"
+    view = exact.view_of(S, size, causal, window, None)
+    chunks = [sequence.pieces(S, layout, rank, size, chunk) for rank in range(size)]
+    pieces = [sequence.pieces(S, layout, rank, size, HALF) for rank in range(size)]
+    ready, others = (size - 1) * B * len(chunks[0]), max(size - 1, 1)
+    inboxes = [[poison(others * B, S, KV * D) for _ in range(size)] for _ in "kv"]
+    parts = [poison(size, 2, B, S, KV, D) for _ in range(size)]
+    counters = [np.zeros(ready + (size - 1) * B * KV * len(pieces[0]) + 1, np.int64) for _ in range(size)]
+    q, k, v, dout = (
+        [[rng.standard_normal((B, S, heads * D)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
+        for heads in (H, KV, KV, H)
+    )
+    rows = [[rng.uniform(-1, 3, (2, B, H, S)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
+    dq = [[poison(B, S, H * D) for _ in range(launches)] for _ in range(size)]
+    sums = [[poison(2, B, S, KV, D) for _ in range(launches)] for _ in range(size)]
+
+    def begin(rank: int, e: int, program: int) -> None:
+        """Count the launch, then copy each chunk to the peers that need it."""
+        if program == 0:
+            counters[rank][-1] += 1
+            machine.start(rank, 0, lambda: engine(rank, e))
+        machine.until(lambda: counters[rank][-1] == e + 1)
+
+    def engine(rank: int, e: int) -> None:
+        for i, c, d in product(range(B), range(len(chunks[0])), range(1, size)):
+            if sequence.needed(chunks[rank][c], view, S, layout, (rank + d) % size, size):
+                machine.copied(lambda i=i, c=c, d=d: copy(rank, e, i, c, d))
+
+    def copy(rank: int, e: int, i: int, c: int, d: int) -> None:
+        piece, peer = chunks[rank][c], (rank + d) % size
+        here = slice(piece.row, piece.row + piece.rows)
+        for inbox, x in zip(inboxes, (k, v)):
+            inbox[peer][(d - 1) * B + i, here] = x[rank][e][i, here]
+        counters[peer][((d - 1) * B + i) * len(chunks[0]) + c] = e + 1
+
+    def add(rank: int, e: int) -> None:
+        """As sum_kernel."""
+        for b, g, (i, piece) in product(range(B), range(KV), enumerate(pieces[rank])):
+            here = np.s_[:, b, piece.row : piece.row + piece.rows, g]
+            total = parts[rank][0][here].copy()
+            for d in range(1, size):
+                if sequence.needed(piece, view, S, layout, (rank + d) % size, size):
+                    at = ready + (((d - 1) * B + b) * KV + g) * len(pieces[0]) + i
+                    machine.until(lambda at=at: counters[rank][at] >= e + 1)
+                    total += parts[rank][d][here]
+            sums[rank][e][here] = total
+
+    def steps(rank: int, e: int) -> list[Callable[[int], None]]:
+        p = backward.Backward(
+            *[None] * 5, flat(rows[rank][e]), flat(dq[rank][e]), *[None] * 4, Symmetric(parts), Pointer(counters, rank),
+            Pointer(counters, rank, ready), None, Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view,
+            D**-0.5 / np.log(2), H, KV, D, zigzag, True, BM, HALF, D, chunk, 0, 1,
+        )  # fmt: skip
+        mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
+        keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
+        numbers, last = Descriptor(rows[rank][e].reshape(-1), HALF), (world(rank, size, e), stages, 4)
+
+        def queries(program: int) -> None:
+            begin(rank, e, program)
+            functions["gluon_dq_kernel"](*mine, *keys, p, together, *last)
+
+        def of_keys(program: int) -> None:
+            functions["gluon_dkv_kernel"](*mine, numbers, *keys, p._replace(BLOCK_M=HALF), together, *last)
+
+        return [queries, of_keys, lambda program: None if program else add(rank, e)]
+
+    machine.run([[step for e in range(launches) for step in steps(rank, e)] for rank in range(size)])
+    at = [sequence.positions(S, layout, rank, size).numpy() for rank in range(size)]
+    for e in range(launches):
+        wanted = np.zeros((size, 2, B, S, KV, D))
+        for rank, b, h in product(range(size), range(B), range(H)):
+            mine, g = np.s_[b, :, h * D : h * D + D], h // (H // KV)
+            wanted_dq = np.zeros((S, D))
+            for source in range(size):
+                of_keys = np.s_[b, :, g * D : g * D + D]
+                scores = q[rank][e][mine].astype(float) @ k[source][e][of_keys].T * D**-0.5
+                distance = at[source][None, :] - at[rank][:, None]
+                seen = (distance >= -view.left) & (distance <= view.right)
+                weights = np.where(seen, np.exp(scores - rows[rank][e][0, b, h][:, None] * np.log(2)), 0)
+                slopes = weights * (dout[rank][e][mine] @ v[source][e][of_keys].T - rows[rank][e][1, b, h][:, None])
+                wanted_dq += slopes @ k[source][e][of_keys] * D**-0.5
+                wanted[source, 0, b, :, g] += slopes.T @ q[rank][e][mine] * D**-0.5
+                wanted[source, 1, b, :, g] += weights.T @ dout[rank][e][mine]
+            assert_near(dq[rank][e][mine], wanted_dq)
+        for rank in range(size):
+            assert_near(sums[rank][e], wanted[rank])

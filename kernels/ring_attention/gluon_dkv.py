@@ -26,8 +26,8 @@ from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import _is_seen
-from .gluon import REGISTERS, Slots, open_slots
-from .gluon_dq import slopes_of, weigh
+from .gluon import REGISTERS, open_slots
+from .gluon_dq import weigh
 from .kernel import num_pieces, part, piece
 
 
@@ -273,7 +273,7 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
     dv = warpgroup_mma(rounded, douts, dv, is_async=True)
     products = warpgroup_mma_wait(1, deps=(products,))
     delta = memory.queries.delta.index(slot).load(NUMBERS)[None, :]
-    slopes = gl.convert_layout(slopes_of(weights, products, delta, masked).to(keys.dtype), OPERAND)
+    slopes = gl.convert_layout((weights * (products - delta)).to(keys.dtype), OPERAND)
     dk = warpgroup_mma(slopes, queries, dk, is_async=True)
     dk, dv, rounded, slopes = warpgroup_mma_wait(0, deps=(dk, dv, rounded, slopes))
     memory.queries.free(slot)
@@ -282,14 +282,12 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
 
 @gluon.jit
 def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
-    """Store a consumer's part of dk and dv where their keys are, if somebody here sees these keys, with a signal."""
+    """Store a consumer's part of dk and dv where their keys are, with a signal. If nobody here sees one half of a
+    task's keys, `sum_kernel` does not read what comes of it."""
     RESULT: gl.constexpr = dk.type.layout
     row = task.row + CONSUMER * p.BLOCK_N
-    rows = gl.minimum(task.rows - CONSUMER * p.BLOCK_N, p.BLOCK_N)
-    position = task.position + CONSUMER * p.BLOCK_N
-    least, _ = job.sees(position)
-    _, most = job.sees(position + rows - 1)
-    if (rows > 0) & ((task.distance == 0) | _is_seen(least, most, job.rank, p, job.world)):
+    rows = task.rows - CONSUMER * p.BLOCK_N
+    if rows > 0:
         whole = gl.cast(p.B * p.S, gl.int64) * p.KV * p.D
         base = task.distance * 2 * whole + ((gl.cast(task.b, gl.int64) * p.S + row) * p.KV + task.g) * p.D
         target = pl.peer(p.parts_ptr + base, task.source, job.world)

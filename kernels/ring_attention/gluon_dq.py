@@ -45,16 +45,6 @@ def weigh(scores, lse, masked, at, end, position, job):
 
 
 @gluon.jit
-def slopes_of(weights, products, delta, masked):
-    """The gradients of the scores, fp32. products: of dout and the values. delta: as lse of `weigh`. Where the weight
-    is 0 the slope is, too, even if the other numbers are not finite."""
-    slopes = weights * (products - delta)
-    if masked:
-        slopes = gl.where(weights == 0.0, 0.0, slopes)
-    return slopes
-
-
-@gluon.jit
 def slot_of(slots, n):
     """The slot of block n, which has been taken."""
     return slots.room.index(n % slots.STAGES)
@@ -128,8 +118,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         scores = warpgroup_mma(q, memory.keys.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
         dout = memory.douts[CONSUMER].take(k)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        masked = needs_mask(block)
-        weights = weigh(scores, lse[:, None], masked, block.at, block.end, position, job)
+        weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, job)
         block = job.next(block, task)
         while block.step < job.steps():
             values = memory.values.take(n).permute([1, 0])
@@ -138,12 +127,11 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
             scores = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(1, deps=(products,))
             memory.values.free(n)
-            slopes = slopes_of(weights, products, delta[:, None], masked).to(DTYPE)
+            slopes = (weights * (products - delta[:, None])).to(DTYPE)
             slopes = gl.convert_layout(slopes, SLOPES)
             acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            masked = needs_mask(block)
-            weights = weigh(scores, lse[:, None], masked, block.at, block.end, position, job)
+            weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, job)
             block = job.next(block, task)
             acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
             memory.keys.free(n)
@@ -154,7 +142,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         products = warpgroup_mma_wait(0, deps=(products,))
         memory.values.free(n)
         memory.douts[CONSUMER].free(k)
-        slopes = slopes_of(weights, products, delta[:, None], masked).to(DTYPE)
+        slopes = (weights * (products - delta[:, None])).to(DTYPE)
         slopes = gl.convert_layout(slopes, SLOPES)
         acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
         acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))

@@ -108,15 +108,15 @@ def ring_attention_backward(
         forward call.
     out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
 
-    mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one with
-        the least predicted time, "fused" under torch.use_deterministic_algorithms. "parts" takes what the form "parts"
-        of `pkt.ring_attention` takes, and no dlse. "gluon" takes bf16 and fp16, D of 64 and 128, no cu_seqlens or
-        padding, and zigzag rows that are a multiple of 256; on sm_90, with Triton 3.6.
-    chunk: rows of keys and values that one signal stands for, in "fused" rounded up to BLOCK_N and by default 512, in
-    "gluon" rounded up to 128 and by default 2048. For "fused" alone:
-    num_comm_sms: programs that push keys and values, at least 1, by default 16. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
-    kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
-    step and keys of a program. The same on every rank.
+    mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one of
+        "fused" and "parts" with the least predicted time, "fused" under torch.use_deterministic_algorithms. "parts"
+        takes what the form "parts" of `pkt.ring_attention` takes, and no dlse. "gluon" takes bf16 and fp16, D of 64 and
+        128, no cu_seqlens or padding, and zigzag rows that are a multiple of 256; on sm_90, with Triton 3.6.
+    chunk: rows of keys and values that one signal stands for. In "fused" rounded up to BLOCK_N, by default 512; in
+        "gluon" rounded up to 128, by default 2048. For "fused" alone:
+    num_comm_sms: programs that push keys and values, at least 1, by default 16. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS,
+    NUM_STAGES) of the first kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of
+    the second: queries of a step and keys of a program. The same on every rank.
 
     Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
     to q's dtype before they are multiplied. The result is the same in every run, to the last bit. In "parts" torch
@@ -227,6 +227,10 @@ def _fused(call: Call) -> Launch:
 
 
 def _gluon(call: Call) -> Launch:
+    """No barrier is needed before the copies overwrite the keys of the last call. A rank that has read these has sent
+    parts of their gradients behind that, for which `sum_kernel` has waited here, and the copies are queued behind it. A
+    rank may still read keys that it does not see, beside those that it does. Whatever they are, their weights are 0,
+    and nothing of them is sent. Parts: as of `queries_kernel`."""
     from .gluon_backward import planned_gradients
 
     world, plan = call.world, planned(call, GLUON_TILES)
@@ -234,10 +238,10 @@ def _gluon(call: Call) -> Launch:
     pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS))
     keys, values = windows(call, CALL)
     parts, counters = _inboxes(call, plan, pieces, 0)
-    number, side = counters[-1:], copies.Side(world)
+    number, side, ready = counters[-1:], copies.Side(world), (world.size - 1) * b * len(plan.pieces)
     both = Backward(
-        *[None] * 11, parts_ptr=parts, ready_ptr=counters, parted_ptr=counters[(world.size - 1) * b * len(plan.pieces) :],
-        needs_ptr=None, number_ptr=number, queue_ptr=None, num_comm_sms=0, **sizes(call, plan), STAGES=tl.constexpr(1),
+        *[None] * 11, parts_ptr=parts, ready_ptr=counters, parted_ptr=counters[ready:], needs_ptr=None,
+        number_ptr=number, queue_ptr=None, num_comm_sms=0, **sizes(call, plan), STAGES=tl.constexpr(1),
     )  # fmt: skip
     to_peers, this = sends(call, plan, (keys, values), counters), number.plain()
     count = beside_launch(world, next_kernel, (1,), num_warps=1)

@@ -409,7 +409,8 @@ class Machine:
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
             peer=lambda p, rank, world: p.of(rank),
-            signal=self._signal, epoch=self._epoch,
+            signal=self._signal,
+            epoch=self._epoch,
         )
         sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
         ptx = SimpleNamespace(

@@ -51,7 +51,7 @@ def launches(
     k, v = (torch.randn(B * S * KV * d + offset).to(dtype)[offset:].view(B, S, KV, d) for _ in range(2))
     arguments = {"causal": True, "layout": "zigzag" if zigzag else "contiguous", "scale": None, "window": None,
                  "length": None}  # fmt: skip
-    call = Call("", world, dict(q=q, k=k, v=v, dout=dout), arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
+    call = Call("", world, {"q": q, "k": k, "v": v, "dout": dout}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
     call.sizes = {"b": B, "s": S, "h": H, "g": KV, "d": d}
     plan = planned(call, GLUON_TILES)
     inbox = SimpleNamespace(plain=lambda: torch.empty(max(size - 1, 1), B, S, KV, d, dtype=dtype))
@@ -101,8 +101,8 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
         assert usage["STACK"] <= STACK[launch[0].__name__]
 
 
-STACK = {"gluon_dq_kernel": 96, "gluon_dkv_kernel": 192}
-"""Bytes a thread."""
+STACK = {"gluon_dq_kernel": 96, "gluon_dkv_kernel": 176}
+"""Bytes a thread. With D = 128 results and operands of dk and dv leave 16 registers for the numbers of a task."""
 
 
 def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ def _gluon(call: Call) -> Launch:
 
     world, plan = call.world, planned(call, GLUON_TILES)
     b, s, h, g, d = (call[letter] for letter in "bshgd")
-    pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS))
+    pieces = len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS)) * g
     keys, values = windows(call, CALL)
     parts, counters = _inboxes(call, plan, pieces, 0)
     number, side, ready = counters[-1:], copies.Side(world), (world.size - 1) * b * len(plan.pieces)

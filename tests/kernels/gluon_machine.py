@@ -249,6 +249,11 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     return x if condition else y
 
 
+def _exp2(tile: Tile) -> Tile:
+    with np.errstate(over="ignore"):  # of values that a mask leaves out
+        return Tile(np.exp2(tile.data))
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -384,7 +389,7 @@ class Machine:
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=_cdiv, minimum=_minimum, maximum=_maximum, where=_where,
             max=lambda tile, axis: Tile(tile.data.max(axis)), sum=lambda tile, axis: Tile(tile.data.sum(axis)),
-            exp2=lambda tile: Tile(np.exp2(tile.data)), log2=lambda tile: Tile(np.log2(tile.data)),
+            exp2=_exp2, log2=lambda tile: Tile(np.log2(tile.data)),
             full=lambda shape, value, *_: Tile(np.full(shape, value, np.float32)),
             DotOperandLayout=lambda *_: None,
             cast=lambda x, dtype: x if isinstance(x, np.ndarray) else int(x), static_range=range,

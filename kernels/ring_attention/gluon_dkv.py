@@ -27,7 +27,7 @@ from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barrie
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import _is_seen
 from .gluon import REGISTERS, open_slots
-from .gluon_dq import weigh
+from .gluon_dq import rounded, weigh
 from .kernel import num_pieces, part, piece
 
 
@@ -121,7 +121,7 @@ class KeysJob:
     @gluon.jit
     def looked_at(self, step, task):
         """Which blocks of queries the task looks at in a step: the row and the position of the first, how many, and
-        which of them need no mask, [clear, clear_to). No key is seen from position `end` on."""
+        which of them need no mask, [clear, clear_to). Queries from position `end` on see none of the keys."""
         first, count, start = part(step >= self.p.H // self.p.KV, self.rank, self.p, self.world)
         begin, end, full, unmasked, masked = blocks(
             start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_M
@@ -255,10 +255,11 @@ def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
 @gluon.jit
 def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
     """A consumer's dk / scale and dv, with those of block n of queries. masked, at, end, position: as of `weigh`."""
-    ROWS: gl.constexpr = keys.shape[0]
+    DTYPE: gl.constexpr = memory.queries.queries.dtype
+    ROWS: gl.constexpr = dk.shape[0]
     COLUMNS: gl.constexpr = memory.queries.queries.shape[1]
+    RESULT: gl.constexpr = dk.type.layout
     SCORES: gl.constexpr = accumulator(COLUMNS, gl.num_warps())
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     NUMBERS: gl.constexpr = gl.SliceLayout(0, SCORES)
     slot = memory.queries.take(n)
     queries = memory.queries.queries.index(slot)
@@ -269,13 +270,13 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
     lse = memory.queries.lse.index(slot).load(NUMBERS)[None, :]
     scores = warpgroup_mma_wait(1, deps=(scores,))
     weights = weigh(scores, lse, masked, at, end, position, job)
-    rounded = gl.convert_layout(weights.to(keys.dtype), OPERAND)
-    dv = warpgroup_mma(rounded, douts, dv, is_async=True)
+    narrow = rounded(weights, DTYPE, RESULT)
+    dv = warpgroup_mma(narrow, douts, dv, is_async=True)
     products = warpgroup_mma_wait(1, deps=(products,))
     delta = memory.queries.delta.index(slot).load(NUMBERS)[None, :]
-    slopes = gl.convert_layout((weights * (products - delta)).to(keys.dtype), OPERAND)
+    slopes = rounded(weights * (products - delta), DTYPE, RESULT)
     dk = warpgroup_mma(slopes, queries, dk, is_async=True)
-    dk, dv, rounded, slopes = warpgroup_mma_wait(0, deps=(dk, dv, rounded, slopes))
+    dk, dv, narrow, slopes = warpgroup_mma_wait(0, deps=(dk, dv, narrow, slopes))
     memory.queries.free(slot)
     return dk, dv
 

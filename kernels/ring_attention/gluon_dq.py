@@ -45,6 +45,12 @@ def weigh(scores, lse, masked, at, end, position, job):
 
 
 @gluon.jit
+def rounded(x, DTYPE: gl.constexpr, RESULT: gl.constexpr):
+    """Weights or slopes as the tensor cores take them from registers for a product of layout RESULT."""
+    return gl.convert_layout(x.to(DTYPE), gl.DotOperandLayout(0, RESULT, 2))
+
+
+@gluon.jit
 def slot_of(slots, n):
     """The slot of block n, which has been taken."""
     return slots.room.index(n % slots.STAGES)
@@ -101,7 +107,6 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
     DTYPE: gl.constexpr = memory.keys.room.dtype
     SCORES: gl.constexpr = accumulator(p.BLOCK_N, gl.num_warps())
     RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
-    SLOPES: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     n = 0
     for k in range(job.turns()):
@@ -127,8 +132,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
             scores = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(1, deps=(products,))
             memory.values.free(n)
-            slopes = (weights * (products - delta[:, None])).to(DTYPE)
-            slopes = gl.convert_layout(slopes, SLOPES)
+            slopes = rounded(weights * (products - delta[:, None]), DTYPE, RESULT)
             acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, job)
@@ -142,8 +146,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         products = warpgroup_mma_wait(0, deps=(products,))
         memory.values.free(n)
         memory.douts[CONSUMER].free(k)
-        slopes = (weights * (products - delta[:, None])).to(DTYPE)
-        slopes = gl.convert_layout(slopes, SLOPES)
+        slopes = rounded(weights * (products - delta[:, None]), DTYPE, RESULT)
         acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
         acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
         memory.keys.free(n)

@@ -9,6 +9,7 @@ from pkt.model.gpu import H200
 from ..declaration import Call
 from ..shared.gluon_fits import missing_anywhere
 from .parts import fits
+from .planning import GLUON_TILES
 
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's."""

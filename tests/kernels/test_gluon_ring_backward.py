@@ -25,6 +25,7 @@ from pkt.language.inspect import compile_only, device_world
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 
 from .machine_code import resources, sass
+from .test_ring_attention import planned as called
 from .test_ring_attention_backward import check
 
 host = pytest.importorskip("pkt.kernels.ring_attention.gluon_backward")
@@ -170,3 +171,23 @@ def test_the_plan_of_the_form(monkeypatch: pytest.MonkeyPatch, size: int, rows: 
     ]  # fmt: skip
     check(everybody, torch.bfloat16, launches=2, **told)
     assert len(started) == 2 * size
+
+
+def test_where_the_form_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = rules.fits_gluon_backward
+    assert "the simulator" in fits(called(4096))
+    monkeypatch.setattr(rules, "missing_anywhere", lambda world: "")
+    assert not fits(called(4096, dlse=torch.empty(1, 16, 4096)))
+    assert not fits(called(100, layout="contiguous", window=(9, 0), length=200))
+    assert fits(called(100)) == "zigzag layout with 100 rows, not a multiple of 256"
+    assert fits(called(256, cu_seqlens=torch.tensor([0, 512]))).startswith("cu_seqlens")
+    assert fits(called(256, length=500)).startswith("length 500 of 512 positions")
+    for other, tensor, said in (
+        ({"d": 96}, torch.ones(1, dtype=torch.bfloat16), "D 96, not 64 or 128"),
+        ({}, torch.ones(1), "torch.float32, not bfloat16 or float16"),
+        ({}, torch.ones(0), "no queries"),
+    ):
+        call = called(256)
+        call.sizes |= other
+        call.tensors["q"] = tensor
+        assert fits(call) == said

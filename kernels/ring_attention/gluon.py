@@ -95,9 +95,10 @@ class Job:
         return self.p.B * self.p.H * num_pieces(self.p, self.p.BLOCK_M)
 
     @gluon.jit
-    def sees(self, position, row, inside):
-        """The keys that queries at these positions and rows see, [low, high). inside: which of the rows there are."""
-        return interval(position, row, self.p.S, inside, self.p.left, self.p.right, self.p)
+    def sees(self, position, inside):
+        """The keys that queries at these positions see, [low, high). inside: which of the queries there are."""
+        total = self.world.size * self.p.S
+        return interval(position, position, total, inside, self.p.left, self.p.right, self.p)
 
     @gluon.jit
     def task(self, t):
@@ -110,8 +111,8 @@ class Job:
         row, rows, position = piece(tiles - 1 - r // heads, self.rank, self.p, self.world, self.p.BLOCK_M)
         # What a query sees ascends with its row, up to padding.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
-        least, all_to = self.sees(position, row, True)
-        all_from, most = self.sees(position + last, row + last, True)
+        least, all_to = self.sees(position, rows > 0)
+        all_from, most = self.sees(position + last, rows > 0)
         # Each role looks at one block or more. Queries that see no key look at the first one here, which is masked.
         _row, _rows, first = piece(0, self.rank, self.p, self.world, self.p.BLOCK_M)
         blind = (rows <= 0) | (least >= most)
@@ -309,7 +310,7 @@ def masked(CONSUMER: gl.constexpr, scores, block, task, job):
     """A consumer's scores without those of keys that a query does not see."""
     LAYOUT: gl.constexpr = scores.type.layout
     m = CONSUMER * scores.shape[0] + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    low, high = job.sees(task.position + m, task.row + m, m < task.rows)
+    low, high = job.sees(task.position + m, m < task.rows)
     at = block.at + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     seen = (at[None, :] >= low[:, None]) & (at[None, :] < gl.minimum(high, block.end)[:, None])
     return gl.where(seen, scores, -float("inf"))

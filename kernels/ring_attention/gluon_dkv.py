@@ -70,9 +70,10 @@ class KeysJob:
         return self.world.size * self.p.B * self.p.KV * self.pieces()
 
     @gluon.jit
-    def sees(self, position, row, inside):
-        """The queries that see keys at these positions and rows, [low, high), as `gluon.Job.sees`."""
-        return interval(position, row, self.p.S, inside, self.p.right, self.p.left, self.p)
+    def sees(self, position, inside):
+        """The queries that see keys at these positions, [low, high). inside: which of the keys there are."""
+        total = self.world.size * self.p.S
+        return interval(position, position, total, inside, self.p.right, self.p.left, self.p)
 
     @gluon.jit
     def task(self, t):
@@ -88,8 +89,8 @@ class KeysJob:
         head = begin + r % heads
         source = (self.rank - distance + self.world.size) % self.world.size
         row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
-        least, all_to = self.sees(position, 0, True)
-        all_from, most = self.sees(position + rows - 1, 0, True)
+        least, all_to = self.sees(position, rows > 0)
+        all_from, most = self.sees(position + rows - 1, rows > 0)
         return KeysTask(
             head // self.p.KV, head % self.p.KV, r // heads, distance, source, row, rows, position, least, most,
             all_from, all_to,

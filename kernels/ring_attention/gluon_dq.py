@@ -37,7 +37,7 @@ def weigh(scores, lse, masked, at, end, position, job):
     weights = gl.exp2(scores * job.p.scale - lse)
     if masked:
         LAYOUT: gl.constexpr = scores.type.layout
-        low, high = job.sees(position + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 0, True)
+        low, high = job.sees(position + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT)), True)
         column = at + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         seen = (column[None, :] >= low[:, None]) & (column[None, :] < gl.minimum(high, end)[:, None])
         weights = gl.where(seen, weights, 0.0)

@@ -19,7 +19,7 @@ class Attention(NamedTuple):
     q_ptr: Any  # (B, S, H, D) this rank's
     k_ptr: Any  # (B, S, KV, D) this rank's; (size, B, S, KV, D) if gathered, this rank's too
     v_ptr: Any  # as k
-    spans_ptr: Any  # int32 (2, S) this rank's, or None: the document of each of my rows, see sequence.spans
+    spans_ptr: Any  # int32 (2, size * S) this rank's, or None: the document of each position, see sequence.spans
     out_ptr: Any  # (B, S, H, D) this rank's
     lse_ptr: Any  # fp32 (B, H, S) this rank's
     k_inbox_ptr: Any  # (size - 1, B, S, KV, D) on every rank; rank - d stores [d - 1]; None if gathered
@@ -122,7 +122,7 @@ def _compute(task, p, world, epoch):
     rank = tl.cast(world.rank, tl.int32)
     row, rows, position = piece(i, rank, p, world, p.BLOCK_M)
     low, high, least, most, all_from, all_to = tile_attention.sight(
-        row, p.S, rows, position, p.left, p.right, p, p.BLOCK_M
+        position, world.size * p.S, rows, position, p.left, p.right, p, p.BLOCK_M
     )  # fmt: skip
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)

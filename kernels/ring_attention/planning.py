@@ -104,10 +104,9 @@ def documents(call: Call) -> Callable[[torch.Tensor | None], torch.Tensor | None
     """What makes `Attention.spans_ptr` of a call's cu_seqlens."""
     if call["cu_seqlens"] is None:
         return lambda cu_seqlens: None
-    world, s, layout = call.world, call["s"], call["layout"]
-    device, total = world.torch_device, s * world.size
-    at = outside_pools(lambda: sequence.positions(s, layout, world.rank, world.size).int().to(device), device)
-    return lambda cu_seqlens: None if cu_seqlens is None else sequence.spans(cu_seqlens, at, total)
+    device, total = call.world.torch_device, call["s"] * call.world.size
+    positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
+    return lambda cu_seqlens: None if cu_seqlens is None else sequence.spans(cu_seqlens, positions, total)
 
 
 def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTensor]:

@@ -61,6 +61,7 @@ from .planning import (
     GLUON_TILES,
     NUM_COMM_SMS,
     Plan,
+    documents,
     of_heads,
     planned,
     sends,
@@ -68,7 +69,7 @@ from .planning import (
     sizes,
     windows,
 )  # fmt: skip
-from .sequence import Layout, spans
+from .sequence import Layout
 from .sequence import pieces as parts_of
 
 CALL = "ring_attention_backward"
@@ -183,7 +184,7 @@ def _inboxes(call: Call, plan: Plan, pieces: int, programs: int) -> tuple[Any, A
 def _fused(call: Call) -> Launch:
     world, tiles, key_tiles = call.world, call["tiles"], call["key_tiles"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
-    plan, total = planned(call), s * world.size
+    plan = planned(call)
     tasks, pushes = b * h * plan.blocks, b * plan.pushes
     pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
@@ -203,8 +204,7 @@ def _fused(call: Call) -> Launch:
     same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
     of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
-    device = world.torch_device
-    positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
+    spans_of = documents(call)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
     of_parts = beside_launch(world, keys_kernel, (b * pieces * world.size,), **key_tiles.options)
@@ -214,9 +214,8 @@ def _fused(call: Call) -> Launch:
         out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
         dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
-        documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
         of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
-        tensors = q, k, v, dout, documents, rows, out, dk, dv
+        tensors = q, k, v, dout, spans_of(cu_seqlens), rows, out, dk, dv
         of_queries(Backward(*tensors, *same), world.device)
         of_keys = Backward(*tensors, *behind)
         of_parts(of_keys, world.device)

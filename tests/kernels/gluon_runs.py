@@ -379,7 +379,7 @@ def run_ring(
             machine.start(rank, 0, engine)
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
-        spans = flat(sequence.spans(ends, torch.from_numpy(at[rank]), size * S).numpy()) if documents else None
+        spans = flat(sequence.spans(ends, torch.arange(size * S), size * S).numpy()) if documents else None
         p = ring_kernel.Attention(
             *[None] * 3, spans, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank),
             *[None] * 3, B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,

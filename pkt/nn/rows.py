@@ -38,7 +38,7 @@ def from_ranks(y: torch.Tensor, shape: torch.Size, dim: int, size: int) -> torch
     whole = (*before, size * shape[dim], *shape[dim + 1 : -1], n)
     if math.prod(before) == 1:
         return y.view(whole)
-    return y.view(size, math.prod(before), -1, n).transpose(0, 1).reshape(whole)
+    return y.view(size, math.prod(before), math.prod(shape[dim:-1]), n).transpose(0, 1).reshape(whole)
 
 
 def to_ranks(call: str, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
@@ -49,7 +49,7 @@ def to_ranks(call: str, x: torch.Tensor, dim: int, world: World) -> torch.Tensor
         raise ShapeError.argument(call, "x", found, wanted, world.rank)
     before = math.prod(x.shape[:dim])
     if before != 1:
-        x = x.reshape(before, world.size, -1, x.shape[-1]).transpose(0, 1)
+        x = x.reshape(before, world.size, math.prod(x.shape[dim:-1]) // world.size, x.shape[-1]).transpose(0, 1)
     return rows(x)
 
 

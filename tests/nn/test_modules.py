@@ -84,6 +84,20 @@ def test_linears_in_every_layout() -> None:
     on_ranks(2, run)
 
 
+def test_an_empty_batch_of_split_tokens() -> None:
+    def run(world: Any) -> None:
+        x = torch.empty(0, 4, 8, requires_grad=True)
+        column = pkt.nn.ColumnParallelLinear(8, 12, sequence_dim=1)
+        row = pkt.nn.RowParallelLinear(12, 8, sequence_dim=1)
+        result = row(column(x))
+        assert result.shape == x.shape
+        result.sum().backward()
+        assert not column.weight.grad.any()
+        assert not row.bias.grad.any()
+
+    on_ranks(2, run)
+
+
 def test_gathered_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With keep="whole" the backward pass gathers none of them, and finds the same gradients."""
     monkeypatch.setattr(host, "all_gather", None)

@@ -4,8 +4,10 @@ Their weights lie below each other in memory, and each parameter is a view of it
 with an input multiplies it with all rows; the others, called with the same input, find their columns computed. So an
 input that is split is gathered once, and few or narrow weights do not cost a launch each.
 
-A Linear that does not take its columns is not expected to again. Weights that something moved, as `to` or `deepcopy`
-do, are laid below each other once more in the next call that is not compiled; until then each has a product of its own.
+A Linear that does not take its columns is not expected to again. That is decided before the first call inside
+torch.utils.checkpoint, which later calls the Linears once more and must see the same products. Weights that something
+moved, as `to` or `deepcopy` do, are laid below each other once more in the next call that is not compiled; until then
+each has a product of its own.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ class Siblings:
         self.linears = list(linears)
         self.lie = False
         """Whether the weights lay below each other when that was last seen."""
+        self.fixed = False
+        """Whether no Linear is left out any more: torch.utils.checkpoint must find the products that it saw before."""
         self.given: Any = None
         """The input of which results wait, with what tells that it is the same; and the results, by Linear."""
         self.ahead: list[tuple[Any, torch.Tensor]] = []
@@ -125,6 +129,8 @@ class Siblings:
         again = self.given is not None and self.given[0] is given and self.given[1] == self._state(x)
         if not again:
             self.forget()
+            if _saving_hooks() is not None and torch.is_grad_enabled():
+                self.fixed = True
             state = self._state(x)  # of the Linears that are left
             if state is not None and len(self.linears) > 1 and any(one is linear for one in self.linears):
                 self.given, self.ahead = (given, state), list(zip(self.linears, self._products(linear.keep, x, dim)))
@@ -149,7 +155,7 @@ class Siblings:
         if any(tensor.is_inference() for tensor in read):
             return None
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        return *modes, stream, *[tensor._version for tensor in read]
+        return *modes, stream, _saving_hooks(), *[tensor._version for tensor in read]
 
     def _watch(self, state: tuple[Any, ...]) -> None:
         """Forget the results that wait when a backward pass goes through the others: it frees the graph of all."""
@@ -164,7 +170,7 @@ class Siblings:
 
     def forget(self) -> None:
         """The input was given to all Linears that take it. Those that did not are not expected again."""
-        if self.ahead:
+        if self.ahead and not self.fixed:
             unused = [one for one, _ in self.ahead]
             left = [all(one is not other for other in unused) for one in self.linears]
             self.linears = [one for one, taken in zip(self.linears, left) if taken]
@@ -197,6 +203,12 @@ class Siblings:
         biases = None if biases is None else list(autocast(*biases))
         each = all_gather_matmul(flat, [weight.t() for weight in weights], bias=biases, world=world)
         return [rows.from_ranks(y, x.shape, dim, world.size) for y in each]
+
+
+def _saving_hooks() -> Any:
+    """What packs tensors that are saved here for a backward pass: other functions in each region of
+    torch.utils.checkpoint, and in each recomputation of it. None: nothing does, or a compiler looks on."""
+    return None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @torch.compiler.assume_constant_result

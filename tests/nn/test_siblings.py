@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import pkt
 from pkt.nn import linear, siblings
@@ -265,6 +266,23 @@ def test_results_that_wait_at_a_backward_pass(compiles: bool) -> None:
             Chosen.forward(exact, x.double(), names).square().sum().backward()
         for name, parameter in one.named_parameters():
             near(parameter.grad, exact.get_parameter(name.removeprefix("_orig_mod.")).grad, name)
+
+    on_ranks(1, run)
+
+
+def test_a_checkpoint_computes_the_same_products_once_more() -> None:
+    """Of Linears that do not all take one input, and whose results wait at a later checkpoint."""
+
+    def run(world: Any) -> None:
+        torch.manual_seed(0)
+        one, exact, x = split(world, Chosen()), heads().double(), drawn(4, 8)
+        for _ in range(2):
+            results = [checkpoint(one, x, names, use_reentrant=False) for names in ("qk", "qv")]
+            torch.cat(results, -1).square().sum().backward()
+            right = [Chosen.forward(exact, x.double(), names) for names in ("qk", "qv")]
+            torch.cat(right, -1).square().sum().backward()
+        for name, parameter in exact.named_parameters():
+            near(one.get_parameter(name).grad, parameter.grad, name)
 
     on_ranks(1, run)
 

@@ -60,7 +60,7 @@ class Attention(Sharded):
             found, wanted = f"{features} for {count_text(heads, 'head')}", "a multiple of heads, or head="
             raise ShapeError.argument("pkt.nn.Attention", "features", found, wanted, self.world.rank)
         self.head = features // heads if head is None else head
-        self.features, self.sequence_parallel, self.keep = features, sequence_parallel, keep
+        self.features, self.keep = features, keep
         self.heads, self.kv_heads = self.divided("heads", heads), self.divided("kv_heads", kv_heads)
         *names, self.o_name = names
         wide = [heads * self.head, kv_heads * self.head, kv_heads * self.head]
@@ -71,6 +71,18 @@ class Attention(Sharded):
             self.hold(f"qkv_{kind}", [getattr(linear, kind) for linear in linears], parts)
         o = RowParallelLinear(wide[0], features, False, world=self.world, device=device, dtype=dtype)
         self.add_module(self.o_name, o)
+        self.sequence_parallel = sequence_parallel
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether x is of this rank's tokens. It may be changed between calls."""
+        o: Any = self._modules[self.o_name]
+        return o.sequence_dim is not None
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        o: Any = self._modules[self.o_name]
+        o.sequence_dim = -2 if value else None
 
     def extra_repr(self) -> str:
         heads = f"{self.features}, heads={self.heads}, kv_heads={self.kv_heads}, head={self.head}"
@@ -99,5 +111,4 @@ class Attention(Sharded):
         seen = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         seen = seen.transpose(1, 2).reshape(batch, tokens, self.heads * self.head)
         o: Any = self._modules[self.o_name]
-        o.sequence_dim = -2 if self.sequence_parallel else None
         return o(seen if x.ndim == 3 else seen[0])

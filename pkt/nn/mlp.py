@@ -40,7 +40,7 @@ class SwiGLUMLP(Sharded):
         torch's Linears draw, in the order gate, up, down; ranks need one seed."""
         super().__init__(world)
         self.named("gate, up and down", names, 3)
-        self.features, self.hidden, self.sequence_parallel, self.keep = features, hidden, sequence_parallel, keep
+        self.features, self.hidden, self.keep = features, hidden, keep
         self.divided("hidden", hidden)
         gate, up, self.down_name = names
         linears = [nn.Linear(features, hidden, bias, device, dtype) for _ in range(2)]
@@ -50,6 +50,18 @@ class SwiGLUMLP(Sharded):
             self.hold(f"gate_up_{kind}", [getattr(linear, kind) for linear in linears], parts)
         down = RowParallelLinear(hidden, features, bias, world=self.world, device=device, dtype=dtype)
         self.add_module(self.down_name, down)
+        self.sequence_parallel = sequence_parallel
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether x is of this rank's tokens. It may be changed between calls."""
+        down: Any = self._modules[self.down_name]
+        return down.sequence_dim is not None
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        down: Any = self._modules[self.down_name]
+        down.sequence_dim = 0 if value else None  # rows stay in the order of the ranks
 
     def joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(tensors), dim=1).flatten(0, 1)
@@ -70,5 +82,4 @@ class SwiGLUMLP(Sharded):
         else:
             both = functional.linear(sum_gradient(mine, world), weight, bias)
             hidden = functional.silu(both[:, ::2]) * both[:, 1::2]
-        down.sequence_dim = 0 if self.sequence_parallel else None  # rows stay in the order of the ranks
         return down(hidden).view(x.shape)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.nn import functional
 
 from pkt.errors import Unsupported
 from pkt.kernels.agreement import world_of
@@ -23,11 +25,15 @@ class SequenceParallel:
     world: World
     _parameters: dict[str, Any]
 
+    def summed(self, name: str) -> Any:
+        """A parameter whose gradient is summed; None where there is none."""
+        parameter = self._parameters[name]
+        return None if parameter is None else sum_gradient(local(parameter), self.world)
+
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         own = dict(self._parameters)
-        for name, parameter in own.items():
-            if parameter is not None:
-                self._parameters[name] = sum_gradient(local(parameter), self.world)
+        for name in own:
+            self._parameters[name] = self.summed(name)
         try:
             return super().forward(*arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -38,6 +44,20 @@ class SequenceParallel:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         _, (kind, *given), *state = reduced
         return _new, (kind.__bases__[1], *given), *state
+
+
+# Without a change to the module, which torch.compile refuses inside torch.utils.checkpoint.
+class _RMSNorm(SequenceParallel):
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.summed("weight"), self.eps)
+
+
+class _LayerNorm(SequenceParallel):
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(input, self.normalized_shape, self.summed("weight"), self.summed("bias"), self.eps)
+
+
+_OF_TORCHS = {nn.RMSNorm.forward: _RMSNorm, nn.LayerNorm.forward: _LayerNorm}
 
 
 def sequence_parallel(module: M, *, world: World | None = None) -> M:
@@ -63,7 +83,8 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
 @functools.cache
 def _subclass(kind: type) -> type:
     """One for each class: torch.compile compiles anew for a layer whose norm has another class."""
-    return type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
+    first = _OF_TORCHS.get(kind.forward, SequenceParallel)  # type: ignore[attr-defined]
+    return type(f"SequenceParallel{kind.__name__}", (first, kind), {})
 
 
 def _new(kind: type, *given: Any) -> Any:

@@ -126,6 +126,8 @@ class Siblings:
 
     def product(self, linear: Any, given: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         """What the Linear computes of x. given: what it was called with. dim: that is split, see `multiplied`."""
+        if torch.compiler.is_dynamo_compiling() and _is_inner_graph():  # where no object from outside may be changed
+            return self._own(linear, x, dim)
         again = self.given is not None and self.given[0] is given and self.given[1] == self._state(x)
         if not again:
             self.forget()
@@ -142,6 +144,9 @@ class Siblings:
                 self.ahead = [each for each in self.ahead if each[0] is not linear]
                 self.given = self.given if self.ahead else None
                 return y
+        return self._own(linear, x, dim)
+
+    def _own(self, linear: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return multiplied(x, linear.local("weight"), linear.local("bias"), dim, linear.keep, linear.world)
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...] | None:
@@ -215,6 +220,14 @@ def _saving_hooks() -> Any:
 def _compilation() -> str:
     """The name of the graph that the compiler makes."""
     return str(CompileContext.current_compile_id())
+
+
+@torch.compiler.assume_constant_result
+def _is_inner_graph() -> bool:
+    """Whether the compiler makes a graph inside of another one, as of torch.utils.checkpoint."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded by the compiler
+
+    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
 
 
 def group(linears: Iterable[Any]) -> None:

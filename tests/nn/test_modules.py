@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import pkt
 from pkt.kernels.all_gather_matmul import host
@@ -456,10 +457,14 @@ def test_layers_share_compiled_code() -> None:
     on_ranks(2, run)
 
 
-def test_a_block_is_one_graph() -> None:
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_block_is_one_graph(checkpoints: bool) -> None:
     def run(world: Any) -> None:
         both = Block(split_block(world, True).attention, split_block(world, False).mlp)  # an operator of each kind
         pkt.nn.sequence_parallel(both.before)
+        if checkpoints:
+            inner = both.forward
+            both.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
         wanted = gradients(both, x := drawn(2, 4, 16), torch.ones(2, 4, 16))
         torch._dynamo.reset()
         compiled = torch.compile(both, backend="aot_eager", fullgraph=True)

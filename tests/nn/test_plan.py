@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import pkt
 from pkt.nn import linear, siblings
@@ -311,6 +312,19 @@ def test_a_plan_is_one_graph() -> None:
     def run(world: Any) -> None:
         split = pkt.parallelize(model(), world, plan())
         del split.mlp.other
+        agree(world, torch.compile(split, backend="aot_eager", fullgraph=True), model(), drawn(2, 4, 8))
+
+    on_ranks(2, run)
+
+
+def test_a_checkpoint_of_a_plan_is_one_graph() -> None:
+    """torch.compile lets the code inside change nothing outside."""
+
+    def run(world: Any) -> None:
+        split = pkt.parallelize(model(), world, plan())
+        del split.mlp.other
+        inner = split.forward
+        split.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
         agree(world, torch.compile(split, backend="aot_eager", fullgraph=True), model(), drawn(2, 4, 8))
 
     on_ranks(2, run)

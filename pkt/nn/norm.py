@@ -14,7 +14,7 @@ from pkt.kernels.agreement import world_of
 from pkt.runtime.world import World
 
 from .exchange import sum_gradient
-from .sharded import local
+from .sharded import held, local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,17 +23,17 @@ class SequenceParallel:
     """In front of a module's own class: the gradients of its parameters are summed over the ranks."""
 
     world: World
+    parameter_names: tuple[str, ...]
     _parameters: dict[str, Any]
 
-    def summed(self, name: str) -> Any:
+    def summed(self: Any, name: str) -> Any:
         """A parameter whose gradient is summed; None where there is none."""
-        parameter = self._parameters[name]
+        parameter = held(self, name, self.world)
         return None if parameter is None else sum_gradient(local(parameter), self.world)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         own = dict(self._parameters)
-        for name in own:
-            self._parameters[name] = self.summed(name)
+        self._parameters.update({name: self.summed(name) for name in dict.fromkeys((*self.parameter_names, *own))})
         try:
             return super().forward(*arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -76,7 +76,7 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
     if not isinstance(module, SequenceParallel):
         kind: Any = type(module)
         module.__class__ = _subclass(kind)
-    module.world = world  # type: ignore[assignment]
+    module.world, module.parameter_names = world, tuple(module._parameters)  # type: ignore[assignment]
     return module
 
 

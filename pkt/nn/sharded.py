@@ -70,11 +70,7 @@ class Sharded(nn.Module):
 
     def held(self, name: str) -> Any:
         """The parameter itself. Raises Unsupported where a parametrization or pruning has taken its place."""
-        if name not in self._parameters:
-            where = f"rank {self.world.rank}: pkt.nn: {type(self).__name__}"
-            found = f"found no parameter {name!r}: a parametrization or pruning took its place"
-            raise Unsupported.here(where, found, "remove that, or prune before the weight is split")
-        return self._parameters[name]
+        return held(self, name, self.world)
 
     def joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter that parts make; several lie below each other."""
@@ -123,6 +119,15 @@ class Sharded(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def held(module: nn.Module, name: str, world: World) -> Any:
+    """A parameter of a module. Raises Unsupported where a parametrization or pruning has taken its place."""
+    if name not in module._parameters:
+        where = f"rank {world.rank}: pkt.nn: {type(module).__name__}"
+        found = f"found no parameter {name!r}: a parametrization or pruning took its place"
+        raise Unsupported.here(where, found, "remove that, or prune before the weight is split")
+    return module._parameters[name]
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import pkt
@@ -355,10 +355,11 @@ def test_a_world_is_not_copied_and_not_pickled() -> None:
 def test_weights_that_are_computed_are_refused() -> None:
     def run(world: Any) -> None:
         planned = pkt.parallelize(nn.Sequential(nn.Linear(8, 6)), world, {"0": ColwiseParallel()})
-        for linear in (pkt.nn.RowParallelLinear(16, 6), planned[0]):  # type: ignore[index]
-            parametrizations.weight_norm(linear)
+        norms = [pkt.nn.sequence_parallel(kind(8)) for kind in (nn.RMSNorm, nn.LayerNorm, nn.BatchNorm1d)]
+        for module in (pkt.nn.RowParallelLinear(16, 6), planned[0], *norms):  # type: ignore[index]
+            parametrize.register_parametrization(module, "weight", nn.Identity())
             with pytest.raises(pkt.Unsupported, match="found no parameter 'weight': a parametrization or pruning"):
-                linear(drawn(2, 8))
+                module(drawn(2, 8))
 
     on_ranks(2, run)
 

@@ -107,15 +107,18 @@ class Sharded(nn.Module):
             if lacking == [prefix + name]:
                 continue  # torch reports it
             missing_keys += lacking if strict else []
-            present = [(key, part) for key, part in zip(keys, parts) if key in state_dict]
-            given = [share(state_dict.pop(key), part, self.world) for key, part in present]
+            present = [(state_dict.pop(key), part) for key, part in zip(keys, parts) if key in state_dict]
+            given = [share(tensor, part, self.world) for tensor, part in present]
             own = self.separate(name, torch.empty_like(self.local(name), device="meta"))
             wrong = [] if lacking else mismatches(keys, given, [tensor.shape for tensor in own])
             error_msgs += wrong
             if lacking or wrong:
                 state_dict[prefix + name] = self._parameters[name]  # unchanged, and not missing by its own name
             else:
-                state_dict[prefix + name] = like(self._parameters[name], self.joined(name, given).contiguous())
+                mine = self.joined(name, given).contiguous()
+                if local_metadata.get("assign_to_params_buffers") and mine is given[0] is not present[0][0]:
+                    mine = mine.clone()  # a view would keep the memory of the whole tensor
+                state_dict[prefix + name] = like(self._parameters[name], mine)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

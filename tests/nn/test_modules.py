@@ -281,6 +281,23 @@ def test_state_dicts_of_whole_weights_and_of_parts() -> None:
     on_ranks(2, run)
 
 
+def test_assigned_parts_keep_no_whole_tensor() -> None:
+    def run(world: Any) -> None:
+        for module in (
+            pkt.nn.ColumnParallelLinear(8, 12, device="meta"),
+            pkt.nn.VocabParallelEmbedding(12, 8, device="meta"),
+        ):
+            whole = {"weight": drawn(12, 8), "bias": drawn(12)}
+            module.load_state_dict({key: whole[key] for key in module.state_dict()}, assign=True)
+            for key, tensor in module.state_dict().items():
+                assert torch.equal(tensor, whole[key].chunk(world.size)[world.rank])
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        module.load_state_dict(parts := {"weight": drawn(6, 8)}, assign=True)
+        assert module.weight.data_ptr() == parts["weight"].data_ptr()  # as torch does
+
+    on_ranks(2, run)
+
+
 def test_keys_that_are_missing_or_wrong() -> None:
     def run(world: Any) -> None:
         mlp, state = pkt.nn.SwiGLUMLP(16, 24, names=("w1", "w3", "w2")), {}

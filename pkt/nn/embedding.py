@@ -14,7 +14,7 @@ from pkt.runtime.world import World
 
 from . import rows
 from .exchange import summed
-from .sharded import Part, Sharded
+from .sharded import Part, Sharded, check_transforms
 
 
 class VocabParallelEmbedding(Sharded):
@@ -62,8 +62,10 @@ class VocabParallelEmbedding(Sharded):
         return f"{self.num_embeddings}, {self.embedding_dim}, {split}"
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        call = "pkt.nn.VocabParallelEmbedding"
+        check_transforms(call, self.world)
         if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
-            call, found = "pkt.nn.VocabParallelEmbedding", getattr(tokens, "dtype", type(tokens).__name__)
+            found = getattr(tokens, "dtype", type(tokens).__name__)
             raise DtypeError.argument(call, "tokens", found, "integers of 32 or 64 bits", self.world.rank)
         mine = tokens - self.world.rank * self.own
         inside = (mine >= 0) & (mine < self.own)
@@ -71,7 +73,7 @@ class VocabParallelEmbedding(Sharded):
         found = rows_of_mine.masked_fill(~inside.unsqueeze(-1), 0)  # also where row 0 is infinite or NaN
         if self.sequence_dim is None:
             return summed(found, self.world)
-        dim = rows.dimension("pkt.nn.VocabParallelEmbedding", found, self.sequence_dim, self.world)
-        part = rows.to_ranks("pkt.nn.VocabParallelEmbedding", found, dim, self.world)
+        dim = rows.dimension(call, found, self.sequence_dim, self.world)
+        part = rows.to_ranks(call, found, dim, self.world)
         shape = rows.part_shape(found.shape, dim, self.world.size, self.embedding_dim)
         return reduce_scatter(part, world=self.world).view(shape)

@@ -23,7 +23,7 @@ from pkt.runtime.world import World
 
 from . import rows
 from .exchange import autocast, gathered, sum_gradient, sum_of_products
-from .sharded import Part, Sharded
+from .sharded import Part, Sharded, check_transforms
 
 Keep = Literal["shard", "whole"]
 
@@ -60,8 +60,9 @@ class ParallelLinear(Sharded):
 
 
 def check_features(call: str, x: torch.Tensor, features: int, world: World) -> None:
-    """Raise DtypeError unless x is a tensor with memory, and ShapeError unless it is (..., features), of 2 dimensions
-    or more."""
+    """Raise DtypeError unless x is a tensor with memory, ShapeError unless it is (..., features), of 2 dimensions or
+    more, and Unsupported inside a transform of torch.func."""
+    check_transforms(call, world)
     if not isinstance(x, torch.Tensor):
         raise DtypeError.argument(call, "x", type(x).__name__, "a tensor", world.rank)
     if x.is_meta:

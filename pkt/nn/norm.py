@@ -14,7 +14,7 @@ from pkt.kernels.agreement import world_of
 from pkt.runtime.world import World
 
 from .exchange import sum_gradient
-from .sharded import held, local
+from .sharded import check_transforms, held, local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,6 +28,7 @@ class SequenceParallel:
 
     def summed(self: Any, name: str) -> Any:
         """A parameter whose gradient is summed; None where there is none."""
+        check_transforms("pkt.nn.sequence_parallel", self.world)
         parameter = held(self, name, self.world)
         return None if parameter is None else sum_gradient(local(parameter), self.world)
 

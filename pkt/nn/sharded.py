@@ -133,6 +133,13 @@ def held(module: nn.Module, name: str, world: World) -> Any:
     return module._parameters[name]
 
 
+def check_transforms(call: str, world: World) -> None:
+    """Raise Unsupported inside a transform of torch.func or torch.vmap."""
+    if torch._C._are_functorch_transforms_active():
+        found = "found a transform of torch.func or torch.vmap around the call, which cannot reach other ranks"
+        raise Unsupported.here(f"rank {world.rank}: {call}", found, "use loss.backward(), and one call for a batch")
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether this is torch's DTensor, which nothing here imports."""
     return hasattr(tensor, "to_local")

@@ -424,6 +424,23 @@ def test_wrong_arguments() -> None:
     on_ranks(2, run)
 
 
+def test_transforms_of_torch_func() -> None:
+    def run(world: Any) -> None:
+        tokens, planned = torch.zeros(2, 3, dtype=torch.int64), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        pkt.parallelize(planned, world, {"?": ColwiseParallel()})
+        embedding, norm = pkt.nn.VocabParallelEmbedding(8, 8), pkt.nn.sequence_parallel(nn.RMSNorm(8))
+        modules = [planned[0], pkt.nn.RowParallelLinear(16, 8), pkt.nn.SwiGLUMLP(8, 4), norm, pkt.nn.MoE(8, 4, 2, 1)]
+        for module, x in [(embedding, tokens), *[(module, drawn(2, 2, 8)) for module in modules]]:
+            match = rf"rank {world.rank}: pkt.nn.*: found a transform of torch.func.*use loss.backward\(\)"
+            with pytest.raises(pkt.Unsupported, match=match):
+                torch.vmap(module)(x)
+            differentiated = torch.func.grad(lambda p, m=module, x=x: torch.func.functional_call(m, p, x).sum())
+            with pytest.raises(pkt.Unsupported, match=match):
+                differentiated(dict(module.named_parameters()))
+
+    on_ranks(2, run)
+
+
 def test_wrong_types() -> None:
     def run(world: Any) -> None:
         def refused(match: str, call: Any, error: Any = pkt.DtypeError) -> None:

@@ -159,11 +159,20 @@ def _matching(module: nn.Module, tokens: list[str], before: str = "") -> Iterato
 def _check_ties(module: nn.Module, planned: set[str], world: World) -> None:
     """Raise Unsupported if a planned module shares a parameter with one that is not planned."""
     modules = dict(module.named_modules(remove_duplicate=False))
+
+    def place(name: str) -> tuple[int, str]:
+        parent, _, last = name.rpartition(".")
+        return id(modules[parent]), last
+
+    places = {place(name) for name in planned}  # two names have one place inside a module that is there twice
     owners = {id(p): name for name in planned for p in modules[name]._parameters.values() if p is not None}
     for name, one in modules.items():
         for parameter in one._parameters.values():
-            if parameter is not None and name not in planned and id(parameter) in owners:
+            if parameter is not None and place(name) not in places and id(parameter) in owners:
                 where = f"rank {world.rank}: {CALL}: module {owners[id(parameter)]!r}"
+                if one is modules[owners[id(parameter)]]:
+                    found, remedy = f"found it under the name {name!r}, too", "make two modules of one weight"
+                    raise Unsupported.here(where, found, remedy)
                 found = f"found a parameter that module {name!r} has, too"
                 raise Unsupported.here(where, found, f"plan {name!r} as well, or give it a parameter of its own")
 

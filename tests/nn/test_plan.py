@@ -196,6 +196,24 @@ def test_shared_parameters_stay_shared() -> None:
     on_ranks(2, run)
 
 
+def test_one_layer_that_is_called_twice() -> None:
+    """Under two names, as in ALBERT."""
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*[model()] * 2)
+
+    def run(world: Any) -> None:
+        split = pkt.parallelize(layers(), world, {f"*.{name}": style for name, style in plan().items()})
+        assert split.get_submodule("1.mlp.down") is split.get_submodule("0.mlp.down")
+        agree(world, split, layers(), drawn(2, 4, 8))
+        both = model()
+        both.mlp.other = both.mlp.gate
+        with pytest.raises(pkt.Unsupported, match="'mlp.gate': found it under the name 'mlp.other', too: make two mod"):
+            pkt.parallelize(both, world, {"mlp.gate": ColwiseParallel()})
+
+    on_ranks(2, run)
+
+
 # -------------------------------------------------------------------------------------------------------------- refused
 def test_a_plan_that_replaces_nothing() -> None:
     def run(world: Any) -> None:

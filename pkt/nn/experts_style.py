@@ -36,7 +36,7 @@ class Planned:
             if isinstance(x, DTensor):
                 x, given = self.place.mine(x, "input")
                 if given != layout:
-                    raise self.place.refused(f"an input of layout {given}", f"give {layout}, or plan that layout")
+                    raise self.place.refused(f"an input of layout {given!r}", f"give {layout!r}, or plan that layout")
             found.append(x)
         return found
 

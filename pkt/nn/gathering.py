@@ -60,9 +60,10 @@ class Ungathered(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = next((x.source.name for x in args if isinstance(x, Ungathered)), "")
+        used = getattr(func.__self__ if getattr(func, "__name__", "") == "__get__" else func, "__name__", func)
         raise Unsupported.here(
             f"pkt.parallelize: {name!r}",
-            f"found {getattr(func, '__name__', func)} of the input, which is gathered inside the Linears that take it",
+            f"found {used} of the input, which is gathered inside the Linears that take it",
             "use it in Linears that the plan makes ColwiseParallel(), or leave PrepareModuleInput away and plan those "
             "Linears with input_layouts=Shard(dim)",
         )

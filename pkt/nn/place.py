@@ -34,7 +34,7 @@ class Place:
             return None
         if type(layout) is Shard and layout.dim != -1:
             return layout.dim
-        raise self.refused(f"{what} {layout}", "use Replicate(), or Shard(dim) of the dimension of tokens")
+        raise self.refused(f"{what} {layout!r}", "use Replicate(), or Shard(dim) of the dimension of tokens")
 
     def mine(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Any]:
         """A DTensor as this rank's tensor, and its layout. Raises Unsupported for another mesh."""

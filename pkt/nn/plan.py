@@ -69,7 +69,7 @@ def parallelize(
         raise Unsupported.here(f"rank {world.rank}: {CALL}", f"found keep={keep!r}", 'use "shard" or "whole"')
     if src_data_rank is not None:
         check_rank(src_data_rank, world, f"{CALL}(src_data_rank=)")
-    planned = list(_found(module, plan if isinstance(plan, Mapping) else {"": plan}))
+    planned = list(_found(module, plan if isinstance(plan, Mapping) else {"": plan}, world))
     planned.sort(key=lambda found: isinstance(found[1], styles.INPUTS))  # behind the Linears, which it looks for
     places = [styles.Place(name, world, mesh, keep) for name, _ in planned]
     modules = [module.get_submodule(name) for name, _ in planned]
@@ -136,9 +136,11 @@ def _world(mesh: Any) -> tuple[World, Any]:
     return launcher.init(group=group), mesh
 
 
-def _found(module: nn.Module, plan: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+def _found(module: nn.Module, plan: Mapping[str, Style], world: World) -> Iterator[tuple[str, Style]]:
     """Names of the planned modules, and their styles. Of a name that matches none, a warning."""
     for key, style in plan.items():
+        if not isinstance(key, str):
+            raise DtypeError.argument(CALL, "plan", f"the name {key!r}", "names of modules, as strings", world.rank)
         names = list(_matching(module, key.split("."))) if key else [""]
         if not names:
             warnings.warn(f"{CALL}: the plan's name {key!r} matches no module", stacklevel=3)

@@ -62,7 +62,7 @@ class PlannedRow(RowParallelLinear):
             last = x.ndim - 1
             x, layout = self.place.mine(x, "input")
             if layout not in (LAST, Shard(last)):
-                raise self.place.refused(f"an input of layout {layout}", "give Shard(-1), as ColwiseParallel returns")
+                raise self.place.refused(f"an input of layout {layout!r}", "give Shard(-1), as ColwiseParallel returns")
         y = super().forward(x)
         return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
 
@@ -77,7 +77,7 @@ class PlannedEmbedding(VocabParallelEmbedding):
         if isinstance(tokens, DTensor):
             tokens, layout = self.place.mine(tokens, "input")
             if layout != Replicate():
-                raise self.place.refused(f"tokens of layout {layout}", "give Replicate()")
+                raise self.place.refused(f"tokens of layout {layout!r}", "give Replicate()")
         y = super().forward(tokens)
         return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
 
@@ -104,7 +104,7 @@ class Prepared:
                 found.append((layout, True))
             else:
                 remedy = "use Shard(dim) to Replicate(), or the same layout twice"
-                raise self.place.refused(f"PrepareModuleInput from {layout} to {to}", remedy)
+                raise self.place.refused(f"PrepareModuleInput from {layout!r} to {to!r}", remedy)
         return found
 
     def apply(self, module: nn.Module) -> nn.Module:
@@ -191,7 +191,7 @@ def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Modu
     _check_plain(module, nn.Linear, place)
     given, returned = style.input_layouts[0], style.output_layouts[0]
     if returned not in (LAST, Replicate()):
-        raise place.refused(f"ColwiseParallel to {returned}", "use Shard(-1) or Replicate()")
+        raise place.refused(f"ColwiseParallel to {returned!r}", "use Shard(-1) or Replicate()")
     dim, whole = place.tokens(given, "ColwiseParallel from"), returned == Replicate()
     place.check_parameters(module, 0)
     linear: Any = module
@@ -207,7 +207,7 @@ def _row(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]
     _check_plain(module, nn.Embedding if embedding else nn.Linear, place)
     given, wanted = style.input_layouts[0], Replicate() if embedding else LAST
     if given != wanted:
-        raise place.refused(f"RowwiseParallel from {given}", f"use input_layouts={wanted}")
+        raise place.refused(f"RowwiseParallel from {given!r}", f"use input_layouts={wanted!r}")
     dim = place.tokens(style.output_layouts[0], "RowwiseParallel to")
     place.check_parameters(module, 0 if embedding else 1)
     if not embedding:
@@ -248,7 +248,7 @@ def _norm(style: Any, module: nn.Module, place: Place, layout: Placement) -> nn.
             return None
         x, found = place.mine(x, "input")
         if found != layout:
-            raise place.refused(f"an input of layout {found}", f"give {layout}")
+            raise place.refused(f"an input of layout {found!r}", f"give {layout!r}")
         return x, *rest
 
     module.register_forward_pre_hook(before)

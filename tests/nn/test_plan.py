@@ -255,7 +255,9 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         refused(r"ColwiseParallel from S.*: use Replicate\(\)", "mlp.gate", ColwiseParallel(input_layouts=Shard(-1)))
         refused("ColwiseParallel from P", "mlp.gate", ColwiseParallel(input_layouts=Partial()))
         refused(
-            r"RowwiseParallel from R.*: use input_layouts=S", "mlp.down", RowwiseParallel(input_layouts=Replicate())
+            r"RowwiseParallel from Rep.*: use input_layouts=Shard\(dim=-1\)",
+            "mlp.down",
+            RowwiseParallel(input_layouts=Replicate()),
         )
         refused("RowwiseParallel to S", "mlp.down", RowwiseParallel(output_layouts=Shard(-1)))
         refused("ColwiseParallel on an Embedding: use RowwiseParallel", "embedding", ColwiseParallel())
@@ -277,6 +279,11 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         split = {"norm": SequenceParallel(), "mlp.up": ColwiseParallel()}
         with pytest.raises(pkt.Unsupported, match="module 'norm': found SequenceParallelLayerNorm, which is parallel"):
             pkt.parallelize(pkt.parallelize(model(), world, split), world, {"norm": SequenceParallel()})
+        for key in (0, None, ("mlp", "up")):
+            with pytest.raises(
+                pkt.DtypeError, match="pkt.parallelize: plan: found the name .*, wanted names of modules"
+            ):
+                pkt.parallelize(model(), world, {key: ColwiseParallel()})  # type: ignore[dict-item]
         with pytest.raises(pkt.DtypeError, match="pkt.parallelize: mesh: found str, wanted a DeviceMesh"):
             pkt.parallelize(model(), "tp", plan())
         with pytest.raises(pkt.DtypeError, match="pkt.parallelize: module: found World, wanted a torch.nn.Module"):
@@ -315,6 +322,9 @@ def test_elements_of_an_input_that_is_not_gathered() -> None:
         with pytest.raises(
             pkt.Unsupported, match="pkt.parallelize: 'mlp': found mul of the input.*leave PrepareModule"
         ):
+            split(x)
+        split.mlp.forward = lambda x: x.T
+        with pytest.raises(pkt.Unsupported, match="found T of the input"):
             split(x)
         split.mlp.other = nn.Linear(8, 8)
         split.mlp.forward = lambda x: split.mlp.other(x)

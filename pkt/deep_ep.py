@@ -120,6 +120,10 @@ class Buffer:
         """
         (x, scales), size, where = self._scaled("dispatch", x), self.group_size, "dispatch"
         if handle is not None:
+            self._check_handle(where, handle, Handle)
+            tokens = len(handle.there.places) // size
+            if x.shape[0] != tokens:
+                raise ShapeError.argument(where, "x", tuple(x.shape), f"the handle's {tokens} tokens", self.rank)
             again = self._again(x, handle.there)
             of_again = None if scales is None else self._again(scales, handle.there)
             return _received(again, of_again, handle.received), None, None, None, None, EventOverlap()
@@ -128,6 +132,9 @@ class Buffer:
             raise DtypeError.argument(
                 where, missing, "None", "what get_dispatch_layout returns, or a handle", self.rank
             )
+        if not isinstance(is_token_in_rank, torch.Tensor):
+            found, wanted = type(is_token_in_rank).__name__, f"a bool tensor {(x.shape[0], size)}"
+            raise DtypeError.argument(where, "is_token_in_rank", found, wanted, self.rank)
         if is_token_in_rank.dtype != torch.bool or tuple(is_token_in_rank.shape) != (x.shape[0], size):
             found = f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}"
             raise ShapeError.argument(where, "is_token_in_rank", found, f"bool {(x.shape[0], size)}", self.rank)
@@ -136,8 +143,7 @@ class Buffer:
             raise ShapeError.argument(where, "group", f"{size} ranks", wanted, self.rank)
         own = self._own_experts(where, num_tokens_per_expert)
         self._check_choices(where, topk_idx, topk_weights, x.shape[0])
-        if expert_alignment < 1:
-            raise ShapeError.argument(where, "expert_alignment", expert_alignment, "at least 1", self.rank)
+        self._check_count(where, "expert_alignment", expert_alignment)
         counts: list[int] = []
         if num_worst_tokens:
             room = received = num_worst_tokens
@@ -176,10 +182,12 @@ class Buffer:
         topk_weights: fp32, as many rows. Raises ShapeError, DtypeError, Unsupported."""
         if bias is not None:
             raise Unsupported.here(f"rank {self.rank}: combine", "found bias", "add it to the result")
+        self._check_handle("combine", handle, Handle)
         combined = self._home("combine", "x", self._plain("combine", x), handle)
         if topk_weights is None:
             return combined, None, EventOverlap()
-        return combined, self._home("combine", "topk_weights", topk_weights.float(), handle), EventOverlap()
+        weights = self._plain("combine", topk_weights, name="topk_weights").float()
+        return combined, self._home("combine", "topk_weights", weights, handle), EventOverlap()
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
@@ -202,6 +210,11 @@ class Buffer:
             found = "found round_scale, use_ue8m0 or dispatch_wait_recv_cost_stats"
             raise Unsupported.here(f"rank {self.rank}: {where}", found, "leave them away")
         self._check_idx(where, topk_idx, num_experts)
+        self._check_count(where, "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        stats, own = cumulative_local_expert_recv_stats, num_experts // self.group_size
+        if stats is not None and tuple(getattr(stats, "shape", ())) != (own,):
+            of_stats, wanted = tuple(getattr(stats, "shape", ())) or type(stats).__name__, f"an int32 tensor ({own},)"
+            raise ShapeError.argument(where, "cumulative_local_expert_recv_stats", of_stats, wanted, self.rank)
         size, most, K = self.group_size, num_max_dispatch_tokens_per_rank, topk_idx.shape[1]
         x, scales = self._quantized(where, x) if use_fp8 else (x, None)
         ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=x.device)
@@ -210,8 +223,8 @@ class Buffer:
             x, topk_idx, ones, num_experts, scales=scales, max_tokens=room, clear=False, tokens_per_rank=most,
             world=self.world,
         )  # fmt: skip
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += there.counts
+        if stats is not None:
+            stats += there.counts
         row = there.offsets[:-1, None] + torch.arange(size * most, device=x.device)
         packed, handle = _packed(there.rows, row), LowLatencyHandle(there, most)
         if there.scales is None:
@@ -227,13 +240,20 @@ class Buffer:
         """(combined x (T, H), event, hook): each token's rows times topk_weights, added. Collective. x: (E, W * tokens,
         H) as low_latency_dispatch has returned it; topk_weights: fp32 (T, K). Raises ShapeError, DtypeError,
         Unsupported."""
-        where, there = "low_latency_combine", handle.there
+        where = "low_latency_combine"
+        self._check_handle(where, handle, LowLatencyHandle)
+        there = handle.there
         x = self._plain(where, x, 3)
         own, high = len(there.counts), self.group_size * handle.most
         if tuple(x.shape[:2]) != (own, high):
             raise ShapeError.argument(where, "x", tuple(x.shape), f"({own}, {high}, H)", self.rank)
         if use_logfmt or zero_copy:
             raise Unsupported.here(f"rank {self.rank}: {where}", "found use_logfmt or zero_copy", "leave them away")
+        choices = len(there.places) // self.group_size, there.tokens.shape[1]
+        for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if tuple(self._plain(where, given, name=name).shape) != choices:
+                wanted = f"{choices}, as at low_latency_dispatch"
+                raise ShapeError.argument(where, name, tuple(given.shape), wanted, self.rank)
         row = torch.arange(len(there.rows), dtype=torch.int32, device=x.device)
         expert = torch.searchsorted(there.offsets[1:].contiguous(), row, right=True).clamp(max=own - 1)
         inside = (row - there.offsets[expert]).clamp(0, high - 1)
@@ -263,13 +283,24 @@ class Buffer:
         rows[: handle.received] = x
         return combine(rows, handle.there._replace(weights=None), num_comm_sms=self.num_sms, world=self.world)
 
-    def _plain(self, where: str, x: Any, dimensions: int = 2) -> torch.Tensor:
+    def _plain(self, where: str, x: Any, dimensions: int = 2, name: str = "x") -> torch.Tensor:
         """x, if it is a tensor of so many dimensions."""
         if not isinstance(x, torch.Tensor):
-            raise DtypeError.argument(where, "x", type(x).__name__, "a tensor", self.rank)
+            raise DtypeError.argument(where, name, type(x).__name__, "a tensor", self.rank)
         if x.ndim != dimensions:
-            raise ShapeError.argument(where, "x", tuple(x.shape), f"{dimensions} dimensions", self.rank)
+            raise ShapeError.argument(where, name, tuple(x.shape), f"{dimensions} dimensions", self.rank)
         return x
+
+    def _check_handle(self, where: str, handle: Any, kind: type[Handle] | type[LowLatencyHandle]) -> None:
+        """Raise DtypeError for a handle of the other kind of dispatch, or of none."""
+        if not isinstance(handle, kind):
+            wanted = "the handle of a dispatch" if kind is Handle else "the handle of a low_latency_dispatch"
+            raise DtypeError.argument(where, "handle", type(handle).__name__, wanted, self.rank)
+
+    def _check_count(self, where: str, name: str, value: Any) -> None:
+        """Raise ShapeError unless it is an integer from 1."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ShapeError.argument(where, name, repr(value), "an integer from 1", self.rank)
 
     def _scaled(self, where: str, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(tokens, their scales or None) of x, a tensor or a pair."""
@@ -316,7 +347,8 @@ class Buffer:
 
     def _experts_each(self, where: str, num_experts: int) -> int:
         """The experts of a rank."""
-        if num_experts < 1 or num_experts % self.group_size:
+        self._check_count(where, "num_experts", num_experts)
+        if num_experts % self.group_size:
             wanted = f"a multiple of {self.group_size} ranks"
             raise ShapeError.argument(where, "num_experts", num_experts, wanted, self.rank)
         return num_experts // self.group_size

@@ -196,7 +196,8 @@ class Siblings:
         if self.lie and not (compiling and self._are_elsewhere()):
             if compiling:
                 torch.ops.pkt.check_below(weights)
-            weight = _Joined.apply(*weights) if torch.is_grad_enabled() else _as_one(weights)
+            needs = torch.is_grad_enabled() and any(one.requires_grad for one in weights)
+            weight = _Joined.apply(*weights) if needs else _as_one(weights)  # torch.compile fails where none is needed
             y = multiplied(x, weight, None if biases is None else torch.cat(biases), dim, keep, world)
             widths = [len(each) for each in weights]
             return parted(y, widths)

@@ -303,6 +303,18 @@ def test_writes_between_calls_of_compiled_code(name: str) -> None:
     on_ranks(1, run)
 
 
+def test_two_frozen_weights_compile() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(0)
+        one, x = split(world, Chosen()).requires_grad_(False), drawn(4, 8).requires_grad_()
+        eager, found = one(x, "qk"), compiled(one, [])(x, "qk")
+        near(found.detach(), eager.detach().double())
+        of_eager, of_found = (torch.autograd.grad(y.square().sum(), x)[0] for y in (eager, found))
+        near(of_found, of_eager.double())
+
+    on_ranks(1, run)
+
+
 def test_functional_calls_with_other_weights() -> None:
     def run(world: Any) -> None:
         one, x = split(world, heads()), drawn(4, 8)

@@ -14,7 +14,7 @@ from pkt.runtime.world import World
 from pkt.wording import count_text
 
 from . import rows
-from .exchange import autocast, gathered, parted
+from .exchange import autocast, gathered, own_part, parted
 from .linear import check_features
 from .sharded import Part, Sharded, mismatches
 
@@ -132,7 +132,7 @@ class Experts(Sharded):
                 flat, weights = (functional.pad(t, (0, 0, 0, missing)) for t in (flat, weights))
                 idx = functional.pad(idx, (0, 0, 0, missing), value=-1)
             flat, weights = (parted(t, 0, self.world) for t in (flat, weights))
-            idx = idx.chunk(size)[self.world.rank]
+            idx = own_part(idx, 0, self.world)
         y = moe(
             flat, idx, weights, up.transpose(1, 2), down.transpose(1, 2), max_tokens=self.max_tokens,
             tokens_per_rank=self.tokens_per_rank, needed=needed, world=self.world,

@@ -323,3 +323,17 @@ def test_a_block_is_one_graph() -> None:
             near(one, other.double(), least=0.1)
 
     on_ranks(2, run)
+
+
+def test_a_block_with_room_is_exported_for_all_numbers_of_tokens() -> None:
+    def run(world: Any) -> None:
+        split = pkt.nn.MoE(FEATURES, HIDDEN, EXPERTS, CHOSEN, max_tokens=64)
+        shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+        with torch.no_grad():
+            program = torch.export.export(split, (drawn(4, 4, FEATURES),), dynamic_shapes=shapes)
+            exported = torch.compile(program.module(), backend="eager")
+            for batch in (2, 3):
+                x = drawn(batch, 4, FEATURES)
+                near(exported(x), split(x).double())
+
+    on_ranks(2, run)

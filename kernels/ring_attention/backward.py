@@ -27,7 +27,8 @@ class Backward(NamedTuple):
     v_ptr: Any  # as k
     dout_ptr: Any  # as q
     spans_ptr: Any  # int32 (2, size * S) this rank's, or None: the document of each position, see sequence.spans
-    rows_ptr: Any  # fp32 (2, B, H, S) this rank's: [0] lse in base 2, 0 of a row that sees no key; [1] delta
+    rows_ptr: Any  # fp32 (2, B, H, S) this rank's: [0] lse in base 2, 0 of a row that sees no key; [1] delta. For the
+    # Gluon kernels each part of the rows is as long as its pieces of BLOCK_N rows, with zeros behind the last row
     dq_ptr: Any  # as q
     dk_ptr: Any  # as k
     dv_ptr: Any  # as k
@@ -68,29 +69,42 @@ def rows_kernel(
     dout_ptr,  # as out
     lse_ptr,  # fp32 (B, H, S)
     dlse_ptr,  # fp32 (B, H, S) or None
-    rows_ptr,  # fp32 (2, B, H, S), see Backward
-    n,  # B * S * H
+    rows_ptr,  # fp32 (2, B, H, places), see Backward
+    n,  # B * places * H
     S,
+    places,  # of a head's rows, in one part or two
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    ZIGZAG: tl.constexpr,
+    PIECE: tl.constexpr,  # a part has whole pieces of so many places
 ):
     """What the tasks need of each row of queries."""
     i = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
-    inside = (i < n)[:, None] & (d < D)[None, :]
-    offs = i[:, None] * D + d[None, :]
+    h = i % H
+    b = i // H // places
+    place = i // H % places
+    row = place
+    end = S
+    if ZIGZAG:
+        first = (S + 1) // 2
+        second = tl.cdiv(first, PIECE) * PIECE
+        row = tl.where(place < second, place, place - second + first)
+        end = tl.where(place < second, first, S)
+    there = (i < n) & (row < end)
+    inside = there[:, None] & (d < D)[None, :]
+    offs = (((b * S + row) * H + h) * D)[:, None] + d[None, :]
     out = tl.load(out_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
-    h = i % H
-    row = i // H
-    at = (row // S * H + h) * S + row % S
-    lse = tl.load(lse_ptr + at, mask=i < n, other=0.0)
+    at = (b * H + h) * S + row
+    lse = tl.load(lse_ptr + at, mask=there, other=0.0)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at, mask=i < n, other=0.0)
+        delta -= tl.load(dlse_ptr + at, mask=there, other=0.0)
     blind = lse == -float("inf")  # sees no key: its weights are 0, whatever is written here, but for a NaN
+    at = (b * H + h) * places + place
     tl.store(rows_ptr + at, tl.where(blind, 0.0, lse / LN2), mask=i < n)
     tl.store(rows_ptr + n + at, tl.where(blind, 0.0, delta), mask=i < n)
 

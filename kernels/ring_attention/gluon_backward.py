@@ -21,16 +21,22 @@ from .gluon import NEAR
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
 from .planning import GLUON_ROWS, GLUON_TILES, Plan
+from .sequence import pieces
 
 STAGES = 4
 """Slots for blocks of keys and as many for values, or of queries and of dout."""
 
 
+def num_places(call: Call) -> int:
+    """Of the numbers of a head's rows, see `Backward.rows_ptr`."""
+    return len(pieces(call["s"], call["layout"], 0, 1, GLUON_ROWS)) * GLUON_ROWS
+
+
 def planned_gradients(
-    call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, p: Backward, pieces: int
+    call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, p: Backward, parts: int
 ) -> Callable[..., None]:
     """launch(q, k, v, dout, rows, out): dq, and the parts of dk and dv. keys, values: as `planning.windows` has them.
-    p: with the symmetric tensors. pieces: of GLUON_ROWS keys of a rank's head, those of all heads."""
+    p: with the symmetric tensors. parts: pieces of GLUON_ROWS keys of a rank, of all heads."""
     world = call.world
     b, s, h, g, d = (call[letter] for letter in "bshgd")
 
@@ -46,13 +52,14 @@ def planned_gradients(
     some = fitted(*(call[name] for name in ("q", "dout", "k", "v")))
     lent = [rows(x, b, heads) for x, heads in zip(some, (h, h, g, g))]
     theirs = [lasts(rows(x.plain(), (world.size - 1) * b, g)) for x in (keys, values)] if world.size > 1 else lent[2:]
-    numbers = descriptor(torch.empty(2 * b * h * s, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
+    places = num_places(call)
+    numbers = descriptor(torch.empty(2 * b * h * places, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
     of_kernel = p._replace(BLOCK_M=tl.constexpr(GLUON_TILES.block_m), BLOCK_N=tl.constexpr(GLUON_ROWS))
     near = NEAR // (2 * s * d * call.dtype.itemsize)  # heads
     options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     programs = num_programs(world, b * h * plan.blocks)
     of_queries = cooperative_launch(world, gluon_dq_kernel, (programs,), **options)
-    programs = num_programs(world, world.size * b * -(-pieces // 2))
+    programs = num_programs(world, world.size * b * -(-parts // 2))
     of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)
     group = h // g
 

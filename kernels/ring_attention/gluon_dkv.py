@@ -27,7 +27,7 @@ from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barrie
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import _is_seen
 from .gluon import REGISTERS, open_slots
-from .gluon_dq import rounded, weigh
+from .gluon_dq import num_places, place_of, rounded, weigh
 from .kernel import num_pieces, part, piece
 
 
@@ -218,11 +218,19 @@ def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
             for step in range(job.steps()):
                 row, _, count, _, _, _ = job.looked_at(step, task)
                 h = task.g * GROUP + step % GROUP
-                at = (task.b * p.H + h) * p.S + row
+                at = (task.b * p.H + h) * num_places(p) + place_of(row, p)
                 for i in range(count):
                     down = i * p.BLOCK_M
                     memory.queries.load(
-                        n, q, dout, numbers, task.b, row + down, h * p.D, at + down, at + down + p.B * p.H * p.S
+                        n,
+                        q,
+                        dout,
+                        numbers,
+                        task.b,
+                        row + down,
+                        h * p.D,
+                        at + down,
+                        at + down + p.B * p.H * num_places(p),
                     )
                     n += 1
 
@@ -310,7 +318,7 @@ def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
 def gluon_dkv_kernel(
     q,  # (B, S, H * D) this rank's, blocks of 1 x BLOCK_M x D
     dout,  # as q
-    numbers,  # fp32 (2 * B * H * S) this rank's, see Backward.rows_ptr; blocks of BLOCK_M
+    numbers,  # fp32 (2 * B * H * num_places) this rank's, see Backward.rows_ptr; blocks of BLOCK_M
     k,  # (B, S, KV * D) this rank's, blocks of 1 x BLOCK_N x D
     v,  # as k
     k_inbox,  # ((size - 1) * B, S, KV * D) this rank's, blocks as of k

@@ -45,6 +45,21 @@ def weigh(scores, lse, masked, at, end, position, job):
 
 
 @gluon.jit
+def num_places(p):
+    """Numbers of a head in `Backward.rows_ptr`."""
+    return num_pieces(p, p.BLOCK_N) * p.BLOCK_N
+
+
+@gluon.jit
+def place_of(row, p):
+    """Where the numbers of a row are among those of its head. TMA takes blocks that begin at whole 16 bytes."""
+    if p.ZIGZAG:
+        first = (p.S + 1) // 2
+        row = gl.where(row < first, row, row - first + gl.cdiv(first, p.BLOCK_N) * p.BLOCK_N)
+    return row
+
+
+@gluon.jit
 def rounded(x, DTYPE: gl.constexpr, RESULT: gl.constexpr):
     """Weights or slopes as the tensor cores take them from registers for a product of layout RESULT."""
     return gl.convert_layout(x.to(DTYPE), gl.DotOperandLayout(0, RESULT, 2))
@@ -113,9 +128,9 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         task = job.task(job.turn(k))
         position = task.position + CONSUMER * HALF
         m = CONSUMER * HALF + gl.arange(0, HALF, layout=ROWS)
-        numbers = p.rows_ptr + (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + task.row
+        numbers = p.rows_ptr + (gl.cast(task.b, gl.int64) * p.H + task.h) * num_places(p) + place_of(task.row, p)
         lse = gl.load(numbers + m, mask=m < task.rows, other=0.0)
-        delta = gl.load(numbers + gl.cast(p.B * p.H, gl.int64) * p.S + m, mask=m < task.rows, other=0.0)
+        delta = gl.load(numbers + gl.cast(p.B * p.H, gl.int64) * num_places(p) + m, mask=m < task.rows, other=0.0)
         blank = gl.zeros((HALF, p.BLOCK_N), gl.float32, SCORES)
         acc = gl.zeros((HALF, p.D), gl.float32, RESULT)
         block = job.seek(0, task)

@@ -214,7 +214,7 @@ def _fused(call: Call) -> Launch:
         out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
         dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
-        of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
+        of_rows(result, dout, lse, dlse, rows, n, s, s, h, d, block_d, ROWS, False, 1)
         tensors = q, k, v, dout, spans_of(cu_seqlens), rows, out, dk, dv
         of_queries(Backward(*tensors, *same), world.device)
         of_keys = Backward(*tensors, *behind)
@@ -230,7 +230,7 @@ def _gluon(call: Call) -> Launch:
     parts of their gradients behind that, for which `sum_kernel` has waited here, and the copies are queued behind it. A
     rank may still read keys that it does not see, beside those that it does. Whatever they are, their weights are 0,
     and nothing of them is sent. Parts: as of `queries_kernel`."""
-    from .gluon_backward import planned_gradients
+    from .gluon_backward import num_places, planned_gradients
 
     world, plan = call.world, planned(call, GLUON_TILES)
     b, s, h, g, d = (call[letter] for letter in "bshgd")
@@ -244,7 +244,8 @@ def _gluon(call: Call) -> Launch:
     )  # fmt: skip
     to_peers, this = sends(call, plan, (keys, values), counters), number.plain()
     count = beside_launch(world, next_kernel, (1,), num_warps=1)
-    n, block_d = b * s * h, triton.next_power_of_2(d)
+    places = num_places(call)
+    n, block_d = b * places * h, triton.next_power_of_2(d)
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
     gradients = planned_gradients(call, plan, keys, values, both, pieces)
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
@@ -261,13 +262,13 @@ def _gluon(call: Call) -> Launch:
                 move_values(v, stream)
                 tell(this, stream)
             sent = side.mark()
-        of_rows(result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
+        of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
         gradients(q, k, v, dout, rows, out)
         add(both._replace(dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)
         side.reach(sent)
         return out, dk, dv
 
-    return with_memory(world, launch, [((2, b, h, s), torch.float32)])
+    return with_memory(world, launch, [((2, b, h, places), torch.float32)])
 
 
 # ------------------------------------------------------------------------------------------------------ declaration

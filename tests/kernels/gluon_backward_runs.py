@@ -47,6 +47,17 @@ def run_ring_backward(
     rows = [[rng.uniform(-1, 3, (2, B, H, S)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
     for one in (x for xs in rows for x in xs):
         one[1, 0, 0, 0] = -200  # as an lse, behind those of the last head, it would give infinite weights
+    parts_of = sequence.parts(S, layout, 0, 1)
+    places = len(pieces[0]) * HALF
+
+    def placed(numbers: np.ndarray) -> np.ndarray:
+        """With whole pieces of each part."""
+        found = np.zeros((2, B, H, len(parts_of), places // len(parts_of)), np.float32)
+        for i, part in enumerate(parts_of):
+            found[..., i, : part.rows] = numbers[..., part.row : part.row + part.rows]
+        return found.reshape(2, B, H, places)
+
+    of_rows = [[placed(x) for x in xs] for xs in rows]
     dq = [[poison(B, S, H * D) for _ in range(launches)] for _ in range(size)]
     sums = [[poison(2, B, S, KV, D) for _ in range(launches)] for _ in range(size)]
 
@@ -83,13 +94,13 @@ def run_ring_backward(
 
     def steps(rank: int, e: int) -> list[Callable[[int], None]]:
         p = backward.Backward(
-            *[None] * 5, flat(rows[rank][e]), flat(dq[rank][e]), *[None] * 4, Symmetric(parts), Pointer(counters, rank),
-            Pointer(counters, rank, ready), None, Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view,
+            *[None] * 5, flat(of_rows[rank][e]), flat(dq[rank][e]), *[None] * 4, Symmetric(parts),
+            Pointer(counters, rank), Pointer(counters, rank, ready), None, Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view,
             D**-0.5 / math.log(2), H, KV, D, zigzag, True, BM, HALF, D, chunk, 0, 1,
         )  # fmt: skip
         mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
         keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
-        numbers, last = Descriptor(rows[rank][e].reshape(-1), HALF), (world(rank, size, e), stages, 4)
+        numbers, last = Descriptor(of_rows[rank][e].reshape(-1), HALF), (world(rank, size, e), stages, 4)
 
         def queries(program: int) -> None:
             begin(rank, e, program)

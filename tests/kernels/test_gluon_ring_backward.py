@@ -19,7 +19,7 @@ from pkt.kernels.ring_attention.forms import OPERATOR as FORWARD
 from pkt.kernels.ring_attention.kernel import num_pieces
 from pkt.kernels.ring_attention.planning import GLUON_ROWS, GLUON_TILES, planned, sizes
 from pkt.kernels.ring_attention.ring_attention_backward import OPERATOR
-from pkt.kernels.ring_attention.sequence import pieces
+from pkt.kernels.ring_attention.sequence import parts, pieces
 from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import compile_only, device_world
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
@@ -130,7 +130,12 @@ def with_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def filled(p: Backward, *operands: Any) -> Backward:
         q, dout, k, v, k_inbox, v_inbox = (x.base for x in operands)
-        return p._replace(q_ptr=q, dout_ptr=dout, k_ptr=k, v_ptr=v, k_inbox_ptr=k_inbox, v_inbox_ptr=v_inbox)
+        held = parts(p.S, layout_of(p), 0, 1)
+        begins = [i * p.rows_ptr.shape[3] // len(held) for i in range(len(held))]
+        rows = torch.cat([p.rows_ptr[..., begin : begin + one.rows] for begin, one in zip(begins, held)], 3)
+        return p._replace(
+            q_ptr=q, dout_ptr=dout, k_ptr=k, v_ptr=v, rows_ptr=rows, k_inbox_ptr=k_inbox, v_inbox_ptr=v_inbox
+        )
 
     def of_queries(world: Any, kernel: Any, grid: tuple[int, ...], **options: Any) -> Any:
         start = cooperative_launch(world, plain_dq_kernel, grid)

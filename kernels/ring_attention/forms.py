@@ -107,7 +107,8 @@ def ring_attention(
     return_lse: also return the natural logarithm of the sum of exponentials, fp32 (B, H, S), packed (H, S).
 
     mode: a form that the top of kernels/ring_attention/forms.py describes. Where None, the one of "fused" and "parts"
-        with the least predicted time (kernels/ring_attention/rules.py). "parts" is torch's attention by cuDNN or
+        with the least predicted time (kernels/ring_attention/rules.py), and where "parts" cannot compute the call
+        "gluon", if it can. "parts" is torch's attention by cuDNN or
         FlashAttention. On GPUs it takes bf16 and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or
         padding. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
@@ -254,8 +255,8 @@ def _unfused(call: Call) -> Launch:
 
 
 def _backward(call: Recorded) -> Gradients:
-    """By `pkt.ring_attention_backward`, in the form "parts" or "fused" where the call was told to take it. Only "fused"
-    takes gradients of lse."""
+    """By `pkt.ring_attention_backward`, in the form that the call was told to take, or "fused" where there is none of
+    the name. "parts" takes no gradients of lse."""
     kept = (call[name] for name in ("q", "k", "v", "out", "lse"))
     found = call.operator(
         "ring_attention_backward", call.grad, *kept, dlse=call.grads[1] if call["return_lse"] else None,
@@ -269,7 +270,7 @@ def _behind(mode: str | None, with_lse: bool) -> str | None:
     """The form of the backward pass behind a call in the form `mode`."""
     if mode == "parts":
         return None if with_lse else mode
-    return None if mode is None else "fused"
+    return mode if mode in (None, "gluon") else "fused"
 
 
 # ---------------------------------------------------------------------------------------------------- declaration

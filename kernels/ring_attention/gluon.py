@@ -166,6 +166,14 @@ class Job:
         return chunk, distance, first, count, start, begin, end, full, unmasked
 
     @gluon.jit
+    def kept(self, block):
+        """How many of the block's rows are kept. Those behind have not come or are padding, so they may be NaN, for
+        which weights of 0 are no remedy. All are kept if no row follows on its rank: there TMA finds zeros."""
+        rows = block.here - block.at
+        cut = (rows < self.p.BLOCK_N) & (block.here + block.shift < self.p.S)
+        return gl.where(cut, rows, self.p.BLOCK_N)
+
+    @gluon.jit
     def next(self, block, task):
         """The block behind this one."""
         at = block.at + self.p.BLOCK_N
@@ -190,11 +198,16 @@ class Slots:
     @gluon.jit
     def load(self, n, x, b, row, column):
         """Fill the slot of block n from (b, row, column) of x. Rows behind its last one are 0."""
-        self.fill(n, x, b, row, column, self.full.index(n % self.STAGES))
+        self.fill(n, x, b, row, column, self.filled(n))
+
+    @gluon.jit
+    def filled(self, n):
+        """The barrier that lets the slot of block n be taken."""
+        return self.full.index(n % self.STAGES)
 
     @gluon.jit
     def fill(self, n, x, b, row, column, landed):
-        """As `load`, with another barrier. `keep_first` then lets the slot be taken."""
+        """As `load`, with any barrier. Where it is not `filled`, `keep_first` lets the slot be taken."""
         slot = n % self.STAGES
         mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
         room = self.room.index(slot)
@@ -210,7 +223,7 @@ class Slots:
         mbarrier.wait(landed, phase)
         clear_behind(self.room.index(n % self.STAGES), rows)
         fence_async_shared()
-        mbarrier.arrive(self.full.index(n % self.STAGES), count=1)
+        mbarrier.arrive(self.filled(n), count=1)
 
     @gluon.jit
     def take(self, n):
@@ -263,6 +276,17 @@ class Memory:
 
 # ------------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
+def fetch(slots, n, own, inbox, block, b, column, landed):
+    """Fill the slot of block n of keys, or of values, from those of this rank or of the others. b, column: where they
+    are in there. landed: as of `Slots.fill`."""
+    row = block.at + block.shift
+    if block.distance == 0:
+        slots.fill(n, own, b, row, column, landed)
+    else:
+        slots.fill(n, inbox, b, row, column, landed)
+
+
+@gluon.jit
 def load(p, job, memory, q, own, inboxes):
     """The loader. own, inboxes: keys and values (B, S, KV * D) of this rank, and ((size - 1) * B, S, KV * D) of the
     others."""
@@ -277,7 +301,6 @@ def load(p, job, memory, q, own, inboxes):
         here = -1  # the step whose chunk is here
         block = job.seek(0, task)
         while block.step < job.steps():
-            row = block.at + block.shift
             b = task.b
             if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
                 if block.distance > 0:
@@ -285,22 +308,14 @@ def load(p, job, memory, q, own, inboxes):
                     if block.step != here:
                         pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
                         here = block.step
-            rows = block.here - block.at
-            if block.distance == 0:
-                memory.keys.load(n, own[0], b, row, column)
-            else:
-                memory.keys.load(n, inboxes[0], b, row, column)
-            if (rows < p.BLOCK_N) & (row + rows < p.S):  # weights of 0 are no remedy: the values may be NaN
-                if block.distance == 0:
-                    memory.values.fill(n, own[1], b, row, column, memory.landed)
-                else:
-                    memory.values.fill(n, inboxes[1], b, row, column, memory.landed)
+            fetch(memory.keys, n, own[0], inboxes[0], block, b, column, memory.keys.filled(n))
+            rows = job.kept(block)
+            if rows < p.BLOCK_N:
+                fetch(memory.values, n, own[1], inboxes[1], block, b, column, memory.landed)
                 memory.values.keep_first(n, rows, memory.landed, cleared & 1)
                 cleared += 1
-            elif block.distance == 0:
-                memory.values.load(n, own[1], b, row, column)
             else:
-                memory.values.load(n, inboxes[1], b, row, column)
+                fetch(memory.values, n, own[1], inboxes[1], block, b, column, memory.values.filled(n))
             n += 1
             block = job.next(block, task)
 

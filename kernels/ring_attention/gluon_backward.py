@@ -35,8 +35,8 @@ def num_places(call: Call) -> int:
 def planned_gradients(
     call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, p: Backward, parts: int
 ) -> Callable[..., None]:
-    """launch(q, k, v, dout, rows, out): dq, and the parts of dk and dv. keys, values: as `planning.windows` has them.
-    p: with the symmetric tensors. parts: pieces of GLUON_ROWS keys of a rank, of all heads."""
+    """launch(q, k, v, dout, spans, rows, out): dq, and the parts of dk and dv. keys, values: as `planning.windows` has
+    them. p: with the symmetric tensors. parts: pieces of GLUON_ROWS keys of a rank, of all heads."""
     world = call.world
     b, s, h, g, d = (call[letter] for letter in "bshgd")
 
@@ -64,11 +64,12 @@ def planned_gradients(
     group = h // g
 
     def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, spans: torch.Tensor | None,
+        rows: torch.Tensor, out: torch.Tensor,
     ) -> None:  # fmt: skip
         for one, x in zip((*lent, numbers), (*fitted(q, dout, k, v), rows)):
             one.base = x
-        mine = of_kernel._replace(rows_ptr=rows, dq_ptr=out)
+        mine = of_kernel._replace(spans_ptr=spans, rows_ptr=rows, dq_ptr=out)
         try:
             of_queries(*lent, *theirs, mine, max(near // world.size, 1) * group, world.device)
             blocks = mine._replace(BLOCK_M=mine.BLOCK_N)

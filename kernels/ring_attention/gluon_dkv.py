@@ -26,8 +26,8 @@ from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import _is_seen
-from .gluon import REGISTERS, open_slots
-from .gluon_dq import num_places, place_of, rounded, weigh
+from .gluon import REGISTERS, clear_behind, open_slots
+from .gluon_dq import num_places, place_of, rounded, seen_alone, weigh
 from .kernel import num_pieces, part, piece
 
 
@@ -38,7 +38,6 @@ class KeysTask:
 
     b: gl.tensor
     g: gl.tensor  # the head of keys
-    piece: gl.tensor
     distance: gl.tensor  # to their rank, which is rank - distance
     source: gl.tensor  # their rank
     row: gl.tensor  # the first key's
@@ -48,6 +47,7 @@ class KeysTask:
     most: gl.tensor
     all_from: gl.tensor
     all_to: gl.tensor
+    padding: gl.tensor  # queries from here on may be padding
 
 
 @aggregate
@@ -89,11 +89,17 @@ class KeysJob:
         head = begin + r % heads
         source = (self.rank - distance + self.world.size) % self.world.size
         row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
+        # As of `gluon.Job.task`
+        last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
-        all_from, most = self.sees(position + rows - 1, rows > 0)
+        all_from, most = self.sees(position + last, rows > 0)
+        all_to = gl.where(position + rows > self.p.length, 0, all_to)
+        padding = gl.cast(self.p.length, gl.int32)
+        if self.p.spans_ptr is not None:
+            padding = most
         return KeysTask(
-            head // self.p.KV, head % self.p.KV, r // heads, distance, source, row, rows, position, least, most,
-            all_from, all_to,
+            head // self.p.KV, head % self.p.KV, distance, source, row, rows, position, least, most,
+            all_from, all_to, padding,
         )  # fmt: skip
 
     @gluon.jit
@@ -122,12 +128,20 @@ class KeysJob:
     @gluon.jit
     def looked_at(self, step, task):
         """Which blocks of queries the task looks at in a step: the row and the position of the first, how many, and
-        which of them need no mask, [clear, clear_to). Queries from position `end` on see none of the keys."""
+        which of them need no mask, [clear, clear_to). Queries from position `end` on see none of the keys; those from
+        `here` on may be padding, or another part's."""
         first, count, start = part(step >= self.p.H // self.p.KV, self.rank, self.p, self.world)
         begin, end, full, unmasked, masked = blocks(
             start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_M
         )  # fmt: skip
-        return first + begin, start + begin, unmasked + masked, full, full + unmasked, start + end
+        here = gl.minimum(start + count, task.padding)
+        return first + begin, start + begin, unmasked + masked, full, full + unmasked, start + end, here
+
+    @gluon.jit
+    def kept(self, here, at, row):
+        """How many rows of the block of queries at a position and a row are kept, as `gluon.Job.kept`."""
+        cut = (here - at < self.p.BLOCK_M) & (row + here - at < self.p.S)
+        return gl.where(cut, here - at, self.p.BLOCK_M)
 
 
 # ------------------------------------------------------------------------------------------------------------- slots
@@ -144,12 +158,17 @@ class QuerySlots:
     STAGES: gl.constexpr
 
     @gluon.jit
-    def load(self, n, q, dout, numbers, b, row, column, at, delta_at):
+    def filled(self, n):
+        """The barrier that lets the slot of block n be taken."""
+        return self.full.index(n % self.STAGES)
+
+    @gluon.jit
+    def fill(self, n, q, dout, numbers, b, row, column, at, delta_at, full):
         """Fill the slot of block n: from (b, row, column) of q and dout, and from two places of the numbers. Rows
-        behind the last one of q are 0."""
+        behind the last one of q are 0. full: the barrier that will know. Where it is not `filled`, `keep_first` lets
+        the slot be taken."""
         slot = n % self.STAGES
         mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
-        full = self.full.index(slot)
         DTYPE: gl.constexpr = self.queries.dtype
         ROWS: gl.constexpr = self.queries.shape[1]
         COLUMNS: gl.constexpr = self.queries.shape[2]
@@ -160,6 +179,15 @@ class QuerySlots:
         place = self.douts.index(slot)._reinterpret(DTYPE, [1, ROWS, COLUMNS], q.layout)
         tma.async_copy_global_to_shared(dout, [b, row, column], full, place)
         tma.async_copy_global_to_shared(numbers, [delta_at], full, self.delta.index(slot))
+
+    @gluon.jit
+    def keep_first(self, n, rows, landed, phase):
+        """Set all but the first `rows` rows of block n to 0. landed: the barrier of `fill`, in `phase`."""
+        mbarrier.wait(landed, phase)
+        clear_behind(self.queries.index(n % self.STAGES), rows)
+        clear_behind(self.douts.index(n % self.STAGES), rows)
+        fence_async_shared()
+        mbarrier.arrive(self.filled(n), count=1)
 
     @gluon.jit
     def take(self, n):
@@ -193,6 +221,7 @@ class KeysMemory:
     keys: gl.tuple  # Slots of each consumer for its half of a task. With one slot each its address is a constant
     values: gl.tuple  # as keys
     queries: QuerySlots
+    landed: gl.shared_memory_descriptor  # a barrier: rows have come of which the last are to be cleared
 
 
 # ------------------------------------------------------------------------------------------------------------- roles
@@ -202,6 +231,7 @@ def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
     GROUP: gl.constexpr = p.H // p.KV
     m = 0
     n = 0
+    cleared = 0  # slots
     for k in range(job.turns()):
         task = job.task(job.turn(k))
         if job.seen(task):
@@ -216,22 +246,32 @@ def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
                     memory.values[c].load(m, inboxes[1], b, row, task.g * p.D)
             m += 1
             for step in range(job.steps()):
-                row, _, count, _, _, _ = job.looked_at(step, task)
+                row, position, count, _, _, _, here = job.looked_at(step, task)
                 h = task.g * GROUP + step % GROUP
                 at = (task.b * p.H + h) * num_places(p) + place_of(row, p)
                 for i in range(count):
                     down = i * p.BLOCK_M
-                    memory.queries.load(
-                        n,
-                        q,
-                        dout,
-                        numbers,
-                        task.b,
-                        row + down,
-                        h * p.D,
-                        at + down,
-                        at + down + p.B * p.H * num_places(p),
-                    )
+                    behind = at + down + p.B * p.H * num_places(p)
+                    rows = job.kept(here, position + down, row + down)
+                    if rows < p.BLOCK_M:
+                        memory.queries.fill(
+                            n, q, dout, numbers, task.b, row + down, h * p.D, at + down, behind, memory.landed
+                        )
+                        memory.queries.keep_first(n, rows, memory.landed, cleared & 1)
+                        cleared += 1
+                    else:
+                        memory.queries.fill(
+                            n,
+                            q,
+                            dout,
+                            numbers,
+                            task.b,
+                            row + down,
+                            h * p.D,
+                            at + down,
+                            behind,
+                            memory.queries.filled(n),
+                        )
                     n += 1
 
 
@@ -249,11 +289,13 @@ def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
             keys = memory.keys[CONSUMER].take(m)
             values = memory.values[CONSUMER].take(m)
             position = task.position + CONSUMER * p.BLOCK_N
+            rows = task.rows - CONSUMER * p.BLOCK_N
             for step in range(job.steps()):
-                _, at, count, clear, clear_to, end = job.looked_at(step, task)
+                _, at, count, clear, clear_to, end, _ = job.looked_at(step, task)
                 for i in range(count):
                     masked = (i < clear) | (i >= clear_to)
-                    dk, dv = add_block(dk, dv, keys, values, n, masked, at + i * p.BLOCK_M, end, position, job, memory)
+                    down = at + i * p.BLOCK_M
+                    dk, dv = add_block(dk, dv, keys, values, n, masked, down, end, position, rows, job, memory)
                     n += 1
             memory.keys[CONSUMER].free(m)
             memory.values[CONSUMER].free(m)
@@ -262,8 +304,9 @@ def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
 
 
 @gluon.jit
-def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
-    """A consumer's dk / scale and dv, with those of block n of queries. masked, at, end, position: as of `weigh`."""
+def add_block(dk, dv, keys, values, n, masked, at, end, position, rows, job, memory):
+    """A consumer's dk / scale and dv, with those of block n of queries. masked, at, end, position, rows: as of
+    `weigh`."""
     DTYPE: gl.constexpr = memory.queries.queries.dtype
     ROWS: gl.constexpr = dk.shape[0]
     COLUMNS: gl.constexpr = memory.queries.queries.shape[1]
@@ -278,7 +321,7 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, job, memory):
     products = warpgroup_mma(values, douts.permute([1, 0]), blank, use_acc=False, is_async=True)
     lse = memory.queries.lse.index(slot).load(NUMBERS)[None, :]
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights = weigh(scores, lse, masked, at, end, position, job)
+    weights = weigh(scores, lse, masked, at, end, position, rows, job)
     narrow = rounded(weights, DTYPE, RESULT)
     dv = warpgroup_mma(narrow, douts, dv, is_async=True)
     products = warpgroup_mma_wait(1, deps=(products,))
@@ -304,12 +347,14 @@ def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
         m = gl.arange(0, p.BLOCK_N, layout=gl.SliceLayout(1, RESULT))
         d = gl.arange(0, p.D, layout=gl.SliceLayout(0, RESULT))
         places = m[:, None] * (p.KV * p.D) + d[None, :]
-        gl.store(target + places, dk * (p.scale * LN2), mask=(m < rows)[:, None])
-        gl.store(target + whole + places, dv, mask=(m < rows)[:, None])
+        position = task.position + CONSUMER * p.BLOCK_N
+        dk = seen_alone(dk * (p.scale * LN2), position, rows, job)
+        gl.store(target + places, dk, mask=(m < rows)[:, None])
+        gl.store(target + whole + places, seen_alone(dv, position, rows, job), mask=(m < rows)[:, None])
         if job.world.size > 1:
             if task.distance > 0:
                 at = ((task.distance - 1) * p.B + task.b) * p.KV + task.g
-                at = at * num_pieces(p, p.BLOCK_N) + task.piece * CONSUMERS + CONSUMER
+                at = at * num_pieces(p, p.BLOCK_N) + place_of(row, p) // p.BLOCK_N
                 pl.signal(p.parted_ptr + at, task.source, job.world, job.number, "set")  # publish
 
 
@@ -332,7 +377,8 @@ def gluon_dkv_kernel(
     """The module's kernel: shared memory, barriers, and who does what. It waits for nothing, as `keys_kernel`."""
     keys = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
     values = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
-    memory = KeysMemory(keys, values, open_query_slots(q, numbers, STAGES, p.BLOCK_M, p.D))
+    queries = open_query_slots(q, numbers, STAGES, p.BLOCK_M, p.D)
+    memory = KeysMemory(keys, values, queries, open_barriers(1).index(0))
     job = KeysJob(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
     gl.warp_specialize(
         [

@@ -16,9 +16,9 @@ import pkt.language as pl
 
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
-from ..shared.gluon_warps import accumulator, half_layout, whole_rows
+from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.tile_attention import LN2
-from .gluon import REGISTERS, Job, Slots, open_slots
+from .gluon import REGISTERS, Job, Slots, fetch, open_slots
 from .kernel import num_pieces
 
 
@@ -30,14 +30,15 @@ def needs_mask(block):
 
 
 @gluon.jit
-def weigh(scores, lse, masked, at, end, position, job):
+def weigh(scores, lse, masked, at, end, position, rows, job):
     """fp32 weights of a consumer's scores: 0 where a row does not see a column. lse: in base 2, (rows, 1) or (1,
-    columns). masked: whether there are such. at, position: of the first column and row. No row sees columns from
-    position `end` on."""
+    columns). masked: whether there are such. at, position: of the first column, and of the first of `rows` rows. No row
+    sees columns from position `end` on."""
     weights = gl.exp2(scores * job.p.scale - lse)
     if masked:
         LAYOUT: gl.constexpr = scores.type.layout
-        low, high = job.sees(position + gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT)), True)
+        m = gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        low, high = job.sees(position + m, m < rows)
         column = at + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         seen = (column[None, :] >= low[:, None]) & (column[None, :] < gl.minimum(high, end)[:, None])
         weights = gl.where(seen, weights, 0.0)
@@ -80,6 +81,7 @@ class QueriesMemory:
     douts: gl.tuple  # as queries
     keys: Slots
     values: Slots
+    landed: gl.shared_memory_descriptor  # a barrier: rows have come of which the last are to be cleared
     results: gl.shared_memory_descriptor  # room for each consumer's result
 
 
@@ -88,6 +90,7 @@ def load_for_dq(p, job, memory, q, dout, own, inboxes):
     """The loader. own, inboxes: as of `gluon.load`."""
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     n = 0
+    cleared = 0  # slots
     for k in range(job.turns()):
         task = job.task(job.turn(k))
         for c in gl.static_range(CONSUMERS):
@@ -97,7 +100,6 @@ def load_for_dq(p, job, memory, q, dout, own, inboxes):
         here = -1  # the step whose chunk is here
         block = job.seek(0, task)
         while block.step < job.steps():
-            row = block.at + block.shift
             b = task.b
             if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
                 if block.distance > 0:
@@ -105,12 +107,15 @@ def load_for_dq(p, job, memory, q, dout, own, inboxes):
                     if block.step != here:
                         pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
                         here = block.step
-            if block.distance == 0:
-                memory.keys.load(n, own[0], b, row, column)
-                memory.values.load(n, own[1], b, row, column)
-            else:
-                memory.keys.load(n, inboxes[0], b, row, column)
-                memory.values.load(n, inboxes[1], b, row, column)
+            rows = job.kept(block)
+            for i in gl.static_range(2):
+                slots = memory.keys if i == 0 else memory.values
+                if rows < p.BLOCK_N:
+                    fetch(slots, n, own[i], inboxes[i], block, b, column, memory.landed)
+                    slots.keep_first(n, rows, memory.landed, cleared & 1)
+                    cleared += 1
+                else:
+                    fetch(slots, n, own[i], inboxes[i], block, b, column, slots.filled(n))
             n += 1
             block = job.next(block, task)
 
@@ -127,6 +132,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
     for k in range(job.turns()):
         task = job.task(job.turn(k))
         position = task.position + CONSUMER * HALF
+        rows = task.rows - CONSUMER * HALF
         m = CONSUMER * HALF + gl.arange(0, HALF, layout=ROWS)
         numbers = p.rows_ptr + (gl.cast(task.b, gl.int64) * p.H + task.h) * num_places(p) + place_of(task.row, p)
         lse = gl.load(numbers + m, mask=m < task.rows, other=0.0)
@@ -138,7 +144,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         scores = warpgroup_mma(q, memory.keys.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
         dout = memory.douts[CONSUMER].take(k)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, job)
+        weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, rows, job)
         block = job.next(block, task)
         while block.step < job.steps():
             values = memory.values.take(n).permute([1, 0])
@@ -150,7 +156,7 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
             slopes = rounded(weights * (products - delta[:, None]), DTYPE, RESULT)
             acc = warpgroup_mma(slopes, slot_of(memory.keys, n), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, job)
+            weights = weigh(scores, lse[:, None], needs_mask(block), block.at, block.end, position, rows, job)
             block = job.next(block, task)
             acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
             memory.keys.free(n)
@@ -166,16 +172,26 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
         acc, slopes = warpgroup_mma_wait(0, deps=(acc, slopes))
         memory.keys.free(n)
         n += 1
+        acc = seen_alone(acc * (p.scale * LN2), position, rows, job)
         store_dq(CONSUMER, acc, task, memory.results.index(CONSUMER), p)
 
 
 @gluon.jit
-def store_dq(CONSUMER: gl.constexpr, acc, task, room, p):
+def seen_alone(x, position, rows, job):
+    """The result x of `rows` rows from a position on, and 0 for a row that sees no column: it may be padding that is
+    NaN."""
+    m = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    low, high = job.sees(position + m, m < rows)
+    return gl.where((low < high)[:, None], x, 0.0)
+
+
+@gluon.jit
+def store_dq(CONSUMER: gl.constexpr, x, task, room, p):
     """Store a consumer's result. room: shared memory for it, from which each thread stores 16 bytes of a row at a
     time."""
-    HALF: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = x.shape[0]
     STORED: gl.constexpr = whole_rows(p.D, room.dtype, gl.num_warps())
-    room.store((acc * (p.scale * LN2)).to(room.dtype))
+    room.store(x.to(room.dtype))
     m = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
     d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
     base = (gl.cast(task.b, gl.int64) * p.S + task.row) * (p.H * p.D) + task.h * p.D
@@ -205,7 +221,7 @@ def gluon_dq_kernel(
     keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
-    memory = QueriesMemory(queries, douts, keys, values, results)
+    memory = QueriesMemory(queries, douts, keys, values, open_barriers(1).index(0), results)
     job = Job(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
     gl.warp_specialize(
         [

@@ -110,9 +110,10 @@ def ring_attention_backward(
     out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
 
     mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one of
-        "fused" and "parts" with the least predicted time, "fused" under torch.use_deterministic_algorithms. "parts"
-        takes what the form "parts" of `pkt.ring_attention` takes, and no dlse. "gluon" takes bf16 and fp16, D of 64 and
-        128, no cu_seqlens or padding, and zigzag rows that are a multiple of 256; on sm_90, with Triton 3.6.
+        "fused" and "parts" with the least predicted time. Where "parts" cannot compute the call, and under
+        torch.use_deterministic_algorithms, "gluon" if it can, else "fused". "parts" takes what the form "parts" of
+        `pkt.ring_attention` takes, and no dlse. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton
+        3.6.
     chunk: rows of keys and values that one signal stands for. In "fused" rounded up to BLOCK_N, by default 512; in
         "gluon" rounded up to 128, by default 2048. For "fused" alone:
     num_comm_sms: programs that push keys and values, at least 1, by default 16. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS,
@@ -247,14 +248,16 @@ def _gluon(call: Call) -> Launch:
     places = num_places(call)
     n, block_d = b * places * h, triton.next_power_of_2(d)
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
+    spans_of = documents(call)
     gradients = planned_gradients(call, plan, keys, values, both, pieces)
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
-        out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
-        rows: torch.Tensor,
+        out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
+        dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
+        spans = spans_of(cu_seqlens)
         count(number)
         with side.behind() as stream:
             for move_keys, move_values, tell in to_peers:
@@ -263,8 +266,8 @@ def _gluon(call: Call) -> Launch:
                 tell(this, stream)
             sent = side.mark()
         of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
-        gradients(q, k, v, dout, rows, out)
-        add(both._replace(dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)
+        gradients(q, k, v, dout, spans, rows, out)
+        add(both._replace(spans_ptr=spans, dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)
         side.reach(sent)
         return out, dk, dv
 
@@ -307,7 +310,7 @@ OPERATOR = Operator(
         ),
         "gluon": Form(
             _gluon, "`fused`, with kernels in specialised warps; push by the copy engines",
-            "2 (W - 1) |k|, and in fp32 as many elements", fits=rules.fits_gluon_backward,
+            "2 (W - 1) |k|, and in fp32 as many elements", fits=rules.fits_gluon,
             settings={"chunk": GLUON_CHUNK}, gpu=True,
         ),
         "parts": Form(

@@ -9,7 +9,6 @@ from pkt.model.gpu import H200
 from ..declaration import Call
 from ..shared.gluon_fits import missing_anywhere
 from .parts import fits
-from .planning import GLUON_TILES
 
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's."""
@@ -20,7 +19,7 @@ with a causal mask (`ring_attention_1.json`)."""
 
 
 def fits_gluon(call: Call) -> str:
-    """Why the Gluon kernel cannot compute a call; "" where it can."""
+    """Why the Gluon kernels cannot compute a call of either pass; "" where they can."""
     if lacks := missing_anywhere(call.world):
         return lacks
     if not call["q"].numel():
@@ -29,27 +28,6 @@ def fits_gluon(call: Call) -> str:
         return f"{call.dtype}, not bfloat16 or float16"
     if call["d"] not in (64, 128):
         return f"D {call['d']}, not 64 or 128"
-    return ""
-
-
-def fits_gluon_backward(call: Call) -> str:
-    """Why the Gluon kernels of the backward pass cannot compute a call; "" where they can. They read whole blocks, as
-    the kernel of the forward pass."""
-    if lacks := missing_anywhere(call.world):
-        return lacks
-    s, twice = call["s"], 2 * GLUON_TILES.block_n
-    if not call["q"].numel():
-        return "no queries"
-    if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"{call.dtype}, not bfloat16 or float16"
-    if call["d"] not in (64, 128):
-        return f"D {call['d']}, not 64 or 128"
-    if call["cu_seqlens"] is not None:
-        return "cu_seqlens, which the Gluon kernels of the backward pass do not take"
-    if call["length"] not in (None, call.world.size * s):
-        return f"length {call['length']} of {call.world.size * s} positions, and these kernels know no padding"
-    if call["layout"] == "zigzag" and s % twice:
-        return f"zigzag layout with {s} rows, not a multiple of {twice}"
     return ""
 
 
@@ -62,11 +40,13 @@ def default(call: Call) -> str:
 
 
 def default_backward(call: Call) -> str:
-    """The form of the backward pass; "fused" where torch is told to be deterministic, which its kernels are not."""
-    if torch.are_deterministic_algorithms_enabled():
-        return "fused"
+    """The form of the backward pass, as `default`. Where torch is told to be deterministic, which its kernels are not,
+    "gluon" or "fused"."""
+    alone = torch.are_deterministic_algorithms_enabled() or fits(call)
+    if alone and not call.given and not fits_gluon(call):
+        return "gluon"
     # A part of each gradient is written, read, and added to a sum in fp32.
-    return _quicker(call, *BACKWARD, products=5, moved=3 * (2 * call.dtype.itemsize + 8))
+    return "fused" if alone else _quicker(call, *BACKWARD, products=5, moved=3 * (2 * call.dtype.itemsize + 8))
 
 
 def _quicker(call: Call, own: float, torchs: float, products: int, moved: int) -> str:

@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from .gluon_machine import Descriptor, Machine, Pointer, Symmetric, as_python
 
@@ -24,16 +25,19 @@ assert HALF == BK
 def run_ring_backward(
     size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
-    chunk: int = 8, together: int = 1, stages: int = 2,
+    chunk: int = 8, together: int = 1, stages: int = 2, length: int | None = None, documents: list[int] | None = None,
 ) -> None:  # fmt: skip
     """dq, dk and dv of each rank, with lse and delta that are any numbers. A rank's launch has three steps: dq beside
-    the copies of its keys, the parts of dk and dv, and their sum."""
+    the copies of its keys, the parts of dk and dv, and their sum. Padding is NaN."""
     machine = Machine(size, programs, seed)
     functions = as_python(MODULES, machine)
     if broken:
         broken(functions)
     rng, layout = np.random.default_rng(seed), "zigzag" if zigzag else "contiguous"
-    view = exact.view_of(S, size, causal, window, None)
+    view = exact.view_of(S, size, causal, window, length)
+    at = [sequence.positions(S, layout, rank, size).numpy() for rank in range(size)]
+    everywhere = torch.arange(size * S)
+    spans = documents and sequence.spans(torch.tensor(documents, dtype=torch.int32), everywhere, size * S)
     chunks = [sequence.pieces(S, layout, rank, size, chunk) for rank in range(size)]
     pieces = [sequence.pieces(S, layout, rank, size, HALF) for rank in range(size)]
     ready, others = (size - 1) * B * len(chunks[0]), max(size - 1, 1)
@@ -44,6 +48,9 @@ def run_ring_backward(
         [[rng.standard_normal((B, S, heads * D)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
         for heads in (H, KV, KV, H)
     )
+    last = documents[-1] if documents else view.length
+    for rank, x, e in product(range(size), (q, k, v, dout), range(launches)):
+        x[rank][e][:, at[rank] >= last] = np.nan
     rows = [[rng.uniform(-1, 3, (2, B, H, S)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
     for one in (x for xs in rows for x in xs):
         one[1, 0, 0, 0] = -200  # as an lse, behind those of the last head, it would give infinite weights
@@ -80,23 +87,34 @@ def run_ring_backward(
             inbox[peer][(d - 1) * B + i, here] = x[rank][e][i, here]
         counters[peer][((d - 1) * B + i) * len(chunks[0]) + c] = e + 1
 
+    def sees(rank: int, source: int) -> np.ndarray:
+        """(S, S): which keys of `source` the queries of `rank` see."""
+        mine, theirs = at[rank][:, None], at[source][None, :]
+        seen = (theirs - mine >= -view.left) & (theirs - mine <= view.right) & (np.maximum(mine, theirs) < view.length)
+        if documents:
+            first, behind = spans[:, at[rank], None].numpy()
+            seen &= (theirs >= first) & (theirs < behind)
+        return seen
+
     def add(rank: int, e: int) -> None:
         """As sum_kernel."""
         for b, g, (i, piece) in product(range(B), range(KV), enumerate(pieces[rank])):
             here = np.s_[:, b, piece.row : piece.row + piece.rows, g]
             total = parts[rank][0][here].copy()
             for d in range(1, size):
-                if sequence.needed(piece, view, S, layout, (rank + d) % size, size):
-                    at = ready + (((d - 1) * B + b) * KV + g) * len(pieces[0]) + i
-                    machine.until(lambda at=at: counters[rank][at] >= e + 1)
+                if sees((rank + d) % size, rank)[:, piece.row : piece.row + piece.rows].any():
+                    part = ready + (((d - 1) * B + b) * KV + g) * len(pieces[0]) + i
+                    machine.until(lambda part=part: counters[rank][part] >= e + 1)
                     total += parts[rank][d][here]
             sums[rank][e][here] = total
 
     def steps(rank: int, e: int) -> list[Callable[[int], None]]:
         p = backward.Backward(
-            *[None] * 5, flat(of_rows[rank][e]), flat(dq[rank][e]), *[None] * 4, Symmetric(parts),
-            Pointer(counters, rank), Pointer(counters, rank, ready), None, Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view,
-            D**-0.5 / math.log(2), H, KV, D, zigzag, True, BM, HALF, D, chunk, 0, 1,
+            *[None] * 4, flat(spans.numpy()) if documents else None, flat(of_rows[rank][e]), flat(dq[rank][e]),
+            *[None] * 4, Symmetric(parts),
+            Pointer(counters, rank), Pointer(counters, rank, ready), None,
+            Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
+            D, zigzag, True, BM, HALF, D, chunk, 0, 1,
         )  # fmt: skip
         mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
         keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
@@ -112,7 +130,7 @@ def run_ring_backward(
         return [queries, of_keys, lambda program: None if program else add(rank, e)]
 
     machine.run([[step for e in range(launches) for step in steps(rank, e)] for rank in range(size)])
-    at = [sequence.positions(S, layout, rank, size).numpy() for rank in range(size)]
+    q, k, v, dout = ([[np.nan_to_num(x) for x in xs] for xs in operand] for operand in (q, k, v, dout))
     for e in range(launches):
         wanted = np.zeros((size, 2, B, S, KV, D))
         for rank, b, h in product(range(size), range(B), range(H)):
@@ -121,9 +139,7 @@ def run_ring_backward(
             for source in range(size):
                 of_keys = np.s_[b, :, g * D : g * D + D]
                 scores = q[rank][e][mine].astype(float) @ k[source][e][of_keys].T * D**-0.5
-                distance = at[source][None, :] - at[rank][:, None]
-                seen = (distance >= -view.left) & (distance <= view.right)
-                weights = np.where(seen, np.exp(scores - rows[rank][e][0, b, h][:, None] * np.log(2)), 0)
+                weights = np.where(sees(rank, source), np.exp(scores - rows[rank][e][0, b, h][:, None] * np.log(2)), 0)
                 slopes = weights * (dout[rank][e][mine] @ v[source][e][of_keys].T - rows[rank][e][1, b, h][:, None])
                 wanted_dq += slopes @ k[source][e][of_keys] * D**-0.5
                 wanted[source, 0, b, :, g] += slopes.T @ q[rank][e][mine] * D**-0.5

@@ -126,10 +126,29 @@ def test_ring_backward(size, S, H, KV, told):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_zigzag_ring_backward(size):
+@pytest.mark.parametrize("S", [1, 7, 16, 21])
+def test_zigzag_ring_backward(size, S):
+    """Also where a block reaches into rows of another part, which may come later."""
     for seed in range(4):
         window = (9, 2) if seed == 2 else None
-        run_ring_backward(size, 16, 2, 1, 1 + seed, seed, zigzag=True, causal=seed != 3, window=window)
+        run_ring_backward(size, S, 2, 1, 1 + seed, seed, zigzag=True, causal=seed != 3, window=window)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_padded_ring_backward(size, zigzag):
+    """Also ranks all of whose rows are padding."""
+    for seed, length in enumerate((0, 1, 6, 13, size * 13 - 1)):
+        run_ring_backward(size, 13, 2, 1, 1 + seed % 2, seed, zigzag=zigzag, length=length, causal=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}])
+def test_documents_in_a_ring_backward(size, zigzag, told):
+    """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
+    for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
+        run_ring_backward(size, 14, 2, 1, 1 + seed % 2, seed, zigzag=zigzag, documents=documents, **told)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

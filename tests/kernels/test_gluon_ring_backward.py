@@ -33,9 +33,11 @@ B, S, H, KV = 2, 1024, 16, 8
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, size: int, d: int, dtype: torch.dtype, zigzag: bool, offset: int = 0
-) -> list[Any]:
-    """(kernel, arguments, options) of the two launches for causal attention on rank 0. offset: elements before k."""
+    monkeypatch: pytest.MonkeyPatch, size: int, d: int, dtype: torch.dtype, zigzag: bool, offset: int = 0,
+    packed: bool = False,
+) -> list[Any]:  # fmt: skip
+    """(kernel, arguments, options) of the two launches for causal attention on rank 0. offset: elements before k.
+    packed: with documents."""
     found: list[Any] = []
 
     def prepare(world: Any, kernel: Any, grid: tuple[int, ...], **options: Any) -> Any:
@@ -63,7 +65,8 @@ def launches(
         "parts_ptr": torch.empty(4), "ready_ptr": words, "parted_ptr": words, "number_ptr": words,
     })  # fmt: skip
     launch = host.planned_gradients(call, plan, inbox, inbox, p, count)
-    launch(q, k, v, dout, torch.empty(2, B, H, S), torch.empty_like(q))
+    spans = torch.zeros(2, size * S, dtype=torch.int32) if packed else None
+    launch(q, k, v, dout, spans, torch.empty(2, B, H, S), torch.empty_like(q))
     return found
 
 
@@ -79,7 +82,7 @@ def compiled(launch: Any) -> Any:
     [(1, 128, torch.bfloat16, False), (2, 128, torch.bfloat16, True), (4, 128, torch.float16, False),
      (2, 64, torch.float16, True)],
 )  # fmt: skip
-def test_products_overlap_and_nothing_is_spilled_between_them(
+def test_products_overlap_and_little_is_spilled_between_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int, d: int, dtype: torch.dtype, zigzag: bool
 ) -> None:
     """Of dq a consumer waits for the first scores, then in the loop for the products with dout, the scores and dq, and
@@ -97,13 +100,14 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
         assert len(found) == 2 * count
         for first, last in ((found[0], found[count - 1]), (found[count], found[-1])):
             assert events[first : last + 1].count("WARPGROUP.DEPBAR") == waits - 1
-            assert "STL" not in events[first : last + 1]
+            assert events[first : last + 1].count("STL") <= (d == 128 and launch[0].__name__ == "gluon_dkv_kernel")
         assert events.count("WARPGROUP.DEPBAR") == 2 * waits
         assert usage["STACK"] <= STACK[launch[0].__name__]
 
 
-STACK = {"gluon_dq_kernel": 96, "gluon_dkv_kernel": 176}
-"""Bytes a thread. With D = 128 results and operands of dk and dv leave 16 registers for the numbers of a task."""
+STACK = {"gluon_dq_kernel": 96, "gluon_dkv_kernel": 216}
+"""Bytes a thread. With D = 128 results and operands of dk and dv leave 16 registers for the numbers of a task, one of
+which is stored in the loop over blocks."""
 
 
 def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +167,7 @@ def layout_of(p: Backward) -> str:
 @pytest.mark.parametrize(
     ("size", "rows", "told"),
     [(1, 70, {"causal": True}), (2, 150, {"causal": True}), (3, 130, {"window": (9, 20)}),
-     (2, 256, {"causal": True, "layout": "zigzag"})],
+     (2, 250, {"causal": True, "layout": "zigzag"}), (2, 100, {"causal": True, "length": 150})],
 )  # fmt: skip
 def test_the_plan_of_the_form(monkeypatch: pytest.MonkeyPatch, size: int, rows: int, told: dict[str, Any]) -> None:
     """Copies, counters, the kernels' arguments and their order, launched twice."""
@@ -179,20 +183,14 @@ def test_the_plan_of_the_form(monkeypatch: pytest.MonkeyPatch, size: int, rows: 
 
 
 def test_where_the_form_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = rules.fits_gluon_backward
-    assert "the simulator" in fits(called(4096))
+    assert "the simulator" in rules.fits_gluon(called(4096))
     monkeypatch.setattr(rules, "missing_anywhere", lambda world: "")
-    assert not fits(called(4096, dlse=torch.empty(1, 16, 4096)))
-    assert not fits(called(100, layout="contiguous", window=(9, 0), length=200))
-    assert fits(called(100)) == "zigzag layout with 100 rows, not a multiple of 256"
-    assert fits(called(256, cu_seqlens=torch.tensor([0, 512]))).startswith("cu_seqlens")
-    assert fits(called(256, length=500)).startswith("length 500 of 512 positions")
-    for other, tensor, said in (
-        ({"d": 96}, torch.ones(1, dtype=torch.bfloat16), "D 96, not 64 or 128"),
-        ({}, torch.ones(1), "torch.float32, not bfloat16 or float16"),
-        ({}, torch.ones(0), "no queries"),
-    ):
-        call = called(256)
-        call.sizes |= other
-        call.tensors["q"] = tensor
-        assert fits(call) == said
+    for named in ({"window": (9, 0)}, {"cu_seqlens": torch.tensor([0, 512])}, {"length": 150}):
+        assert rules.default_backward(called(100, **named)) == "gluon"
+    assert rules.default_backward(called(4096, dlse=torch.empty(1, 16, 4096))) == "gluon"
+    assert rules.default_backward(called(4096)) == "parts"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert rules.default_backward(called(4096)) == "gluon"
+    wide = called(256)
+    wide.sizes["d"] = 256
+    assert rules.default_backward(wide) == "fused"

@@ -57,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("keys of the first chunk alone are waited for", "if block.step != here:", "if here < 0:"),
         ("both consumers attend the first half", "task.row + c * HALF", "task.row"),
         ("both results lie in one room", "memory.results.index(CONSUMER)", "memory.results.index(0)"),
-        ("values that have not come are multiplied with 0", "if (rows < p.BLOCK_N) & (row + rows < p.S):", "if rows < -p.S:"),
+        ("values that have not come are multiplied with 0", "cut = (rows < self.p.BLOCK_N)", "cut = (rows < -self.p.S)"),
         ("a value that has not come is kept", "gl.SliceLayout(1, LAYOUT)) < rows\n", "gl.SliceLayout(1, LAYOUT)) <= rows\n"),
         ("every second block is cleared before it is here", "cleared & 1", "0"),
         ("queries without a key look at none", "blind = (rows <= 0) | (least >= most)", "blind = rows < 0"),

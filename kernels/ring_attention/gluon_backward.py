@@ -21,15 +21,32 @@ from .gluon import NEAR
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
 from .planning import GLUON_ROWS, GLUON_TILES, Plan
+from .sequence import parts as parts_of
 from .sequence import pieces
+from .turns import blocks_seen, heads_together
 
 STAGES = 4
 """Slots for blocks of keys and as many for values, or of queries and of dout."""
+TASK = 3.0
+"""Blocks of queries that take as long as the beginning and the end of a task of dk and dv."""
 
 
 def num_places(call: Call) -> int:
     """Of the numbers of a head's rows, see `Backward.rows_ptr`."""
     return len(pieces(call["s"], call["layout"], 0, 1, GLUON_ROWS)) * GLUON_ROWS
+
+
+def costs_of_keys(call: Call, plan: Plan) -> list[list[float]]:
+    """What the tasks of dk and dv of a head cost, in blocks of queries, for the keys of each rank in their order. With
+    documents, which are known on the device alone, each costs as much."""
+    s, layout, rank, size = call["s"], call["layout"], call.world.rank, call.world.size
+    mine, group = parts_of(s, layout, rank, size), call["h"] // call["g"]
+    found = []
+    for distance in (*range(1, size), 0):
+        keys = pieces(s, layout, (rank - distance) % size, size, 2 * GLUON_ROWS)
+        seen = blocks_seen(keys, mine, plan.view, GLUON_ROWS)
+        found.append([TASK + group * (1 if call["cu_seqlens"] is not None else count) for count in seen])
+    return found
 
 
 def planned_gradients(
@@ -55,13 +72,13 @@ def planned_gradients(
     places = num_places(call)
     numbers = descriptor(torch.empty(2 * b * h * places, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
     of_kernel = p._replace(BLOCK_M=tl.constexpr(GLUON_TILES.block_m), BLOCK_N=tl.constexpr(GLUON_ROWS))
-    near = NEAR // (2 * s * d * call.dtype.itemsize)  # heads
+    near, group = NEAR // (2 * s * d * call.dtype.itemsize), h // g  # near: heads
     options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     programs = num_programs(world, b * h * plan.blocks)
     of_queries = cooperative_launch(world, gluon_dq_kernel, (programs,), **options)
     programs = num_programs(world, world.size * b * -(-parts // 2))
     of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)
-    group = h // g
+    together = heads_together(costs_of_keys(call, plan), b * g, max(near // group, 1), programs)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, spans: torch.Tensor | None,
@@ -73,7 +90,7 @@ def planned_gradients(
         try:
             of_queries(*lent, *theirs, mine, max(near // world.size, 1) * group, world.device)
             blocks = mine._replace(BLOCK_M=mine.BLOCK_N)
-            of_keys(*lent[:2], numbers, *lent[2:], *theirs, blocks, max(near // group, 1), world.device)
+            of_keys(*lent[:2], numbers, *lent[2:], *theirs, blocks, together, world.device)
         finally:
             for one in (*lent, numbers):
                 one.base = None

@@ -54,7 +54,7 @@ def launches(
     k, v = (torch.randn(B * S * KV * d + offset).to(dtype)[offset:].view(B, S, KV, d) for _ in range(2))
     arguments = {"causal": True, "layout": "zigzag" if zigzag else "contiguous", "scale": None, "window": None,
                  "length": None}  # fmt: skip
-    call = Call("", world, {"q": q, "k": k, "v": v, "dout": dout}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
+    call = Call("", world, {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens": None}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
     call.sizes = {"b": B, "s": S, "h": H, "g": KV, "d": d}
     plan = planned(call, GLUON_TILES)
     inbox = SimpleNamespace(plain=lambda: torch.empty(max(size - 1, 1), B, S, KV, d, dtype=dtype))

@@ -93,7 +93,6 @@ class KeysJob:
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
         all_from, most = self.sees(position + last, rows > 0)
-        all_to = gl.where(position + rows > self.p.length, 0, all_to)
         padding = gl.cast(self.p.length, gl.int32)
         if self.p.spans_ptr is not None:
             padding = most

@@ -412,7 +412,7 @@ def run_ring(
         assert_near(outs[rank][e][b, :, mine], weights @ np.nan_to_num(values))
 
 
-def assert_near(found: np.ndarray, exact: np.ndarray) -> None:
-    """But for rounding in fp32. Raises Wrong."""
-    if not np.allclose(found, exact, rtol=1e-4, atol=1e-4):
+def assert_near(found: np.ndarray, exact: np.ndarray, size: float = 1) -> None:
+    """But for rounding in fp32 of terms of about this size. Raises Wrong."""
+    if not np.allclose(found, exact, rtol=1e-4, atol=1e-4 * size):
         raise Wrong(f"{np.abs(found - exact).max()}")

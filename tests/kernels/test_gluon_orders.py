@@ -125,6 +125,15 @@ def test_ring_backward(size, S, H, KV, told):
         run_ring_backward(size, S, H, KV, 1 + seed, seed, **options, **told)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+def test_low_scores_in_a_ring_backward(size, zigzag):
+    """The zeros behind the keys of a chunk would have infinite weights."""
+    for seed in range(3):
+        run_ring_backward(size, 13, 2, 1, 1 + seed, seed, zigzag=zigzag, causal=False, low=True)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("S", [1, 7, 16, 21])
 def test_zigzag_ring_backward(size, S):

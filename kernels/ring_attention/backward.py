@@ -244,7 +244,7 @@ def _queries(task, p, world, epoch):
 
 
 @triton.jit
-def _is_seen(least, most, source, p, world):
+def is_seen(least, most, source, p, world):
     """Whether a query of rank `source` is among the positions [least, most)."""
     seen = False
     for upper in tl.static_range(2 if p.ZIGZAG else 1):
@@ -273,7 +273,7 @@ def keys_kernel(p, world):
     _low, _high, least, most, all_from, all_to = sight(
         position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
     )  # fmt: skip
-    if (distance == 0) | _is_seen(least, most, rank, p, world):
+    if (distance == 0) | is_seen(least, most, rank, p, world):
         place = ((b * p.S + row) * p.KV + g) * p.D
         whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
         k_ptr = p.k_ptr + place
@@ -336,7 +336,7 @@ def sum_kernel(p, world):
         dk = _tile(p.parts_ptr + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
         dv = _tile(p.parts_ptr + whole + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
         for distance in range(1, world.size):
-            if _is_seen(least, most, (rank + distance) % world.size, p, world):
+            if is_seen(least, most, (rank + distance) % world.size, p, world):
                 pl.wait(p.parted_ptr + (((distance - 1) * p.B + b) * p.KV + g) * tiles + i, number, world)
                 slot = p.parts_ptr + distance * 2 * whole + place
                 dk += _tile(slot, rows, p, p.BLOCK_N, p.KV * p.D, True)

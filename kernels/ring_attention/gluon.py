@@ -48,6 +48,21 @@ NEAR = 16 << 20
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
+@gluon.jit
+def turn(k):
+    """This program's k-th task. Every second round of tasks goes to the programs in the opposite order: else the first
+    ones would have the longest tasks in every round."""
+    programs = gl.num_programs(0)
+    return k * programs + gl.where(k % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
+
+
+@gluon.jit
+def turns(tasks):
+    """How many of so many tasks this program has."""
+    k = tasks // gl.num_programs(0)
+    return k + gl.where(turn(k) < tasks, 1, 0)
+
+
 @aggregate
 class Block:
     """A block of keys that a task looks at, by their positions. Those from `end` on are not seen. Blocks from
@@ -123,19 +138,6 @@ class Job:
         most = gl.where(blind, first + 1, most)
         all_to = gl.where(blind | (position + rows > self.p.length), 0, all_to)
         return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to, padding)
-
-    @gluon.jit
-    def turn(self, k):
-        """This program's k-th task. Every second round of tasks goes to the programs in the opposite order: else the
-        first ones would have the most keys in every round."""
-        programs = gl.num_programs(0)
-        return k * programs + gl.where(k % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
-
-    @gluon.jit
-    def turns(self):
-        """How many tasks this program has."""
-        k = self.tasks() // gl.num_programs(0)
-        return k + gl.where(self.turn(k) < self.tasks(), 1, 0)
 
     @gluon.jit
     def steps(self):
@@ -293,8 +295,8 @@ def load(p, job, memory, q, own, inboxes):
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     n = 0
     cleared = 0  # blocks
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         for c in gl.static_range(CONSUMERS):
             memory.queries.load(k * CONSUMERS + c, q, task.b, task.row + c * HALF, task.h * p.D)
         column = task.h // (p.H // p.KV) * p.D
@@ -360,8 +362,8 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     ROWS_OF_RESULT: gl.constexpr = gl.SliceLayout(1, RESULT)
     n = 0
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         q = memory.queries.take(k * CONSUMERS + CONSUMER)
         top = gl.full((HALF,), -float("inf"), gl.float32, ROWS)
         blank = gl.zeros((HALF, p.BLOCK_N), gl.float32, SCORES)

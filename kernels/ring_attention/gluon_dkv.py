@@ -25,8 +25,8 @@ from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
-from .backward import _is_seen
-from .gluon import REGISTERS, clear_behind, open_slots
+from .backward import is_seen
+from .gluon import REGISTERS, clear_behind, open_slots, turn, turns
 from .gluon_dq import num_places, place_of, rounded, seen_alone, weigh
 from .kernel import num_pieces, part, piece
 
@@ -89,7 +89,7 @@ class KeysJob:
         head = begin + r % heads
         source = (self.rank - distance + self.world.size) % self.world.size
         row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
-        # As of `gluon.Job.task`
+        # What sees a key ascends with its row, as in `gluon.Job.task`.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
         all_from, most = self.sees(position + last, rows > 0)
@@ -102,18 +102,6 @@ class KeysJob:
         )  # fmt: skip
 
     @gluon.jit
-    def turn(self, k):
-        """This program's k-th task, as `gluon.Job.turn`."""
-        programs = gl.num_programs(0)
-        return k * programs + gl.where(k % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
-
-    @gluon.jit
-    def turns(self):
-        """How many tasks this program has."""
-        k = self.tasks() // gl.num_programs(0)
-        return k + gl.where(self.turn(k) < self.tasks(), 1, 0)
-
-    @gluon.jit
     def steps(self):
         """Parts of this rank's queries, each with all heads that share the keys."""
         PARTS: gl.constexpr = 2 if self.p.ZIGZAG else 1
@@ -122,7 +110,7 @@ class KeysJob:
     @gluon.jit
     def seen(self, task):
         """Whether a query here sees one of the task's keys. Else nobody computes or waits for anything of it."""
-        return (task.distance == 0) | _is_seen(task.least, task.most, self.rank, self.p, self.world)
+        return (task.distance == 0) | is_seen(task.least, task.most, self.rank, self.p, self.world)
 
     @gluon.jit
     def looked_at(self, step, task):
@@ -231,8 +219,8 @@ def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
     m = 0
     n = 0
     cleared = 0  # slots
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         if job.seen(task):
             for c in gl.static_range(CONSUMERS):
                 row = task.row + c * p.BLOCK_N
@@ -280,8 +268,8 @@ def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
     RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
     m = 0
     n = 0
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         if job.seen(task):
             dk = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
             dv = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)

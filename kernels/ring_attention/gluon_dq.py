@@ -18,7 +18,7 @@ from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.tile_attention import LN2
-from .gluon import REGISTERS, Job, Slots, fetch, open_slots
+from .gluon import REGISTERS, Job, Slots, fetch, open_slots, turn, turns
 from .kernel import num_pieces
 
 
@@ -91,8 +91,8 @@ def load_for_dq(p, job, memory, q, dout, own, inboxes):
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     n = 0
     cleared = 0  # slots
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         for c in gl.static_range(CONSUMERS):
             memory.queries[c].load(k, q, task.b, task.row + c * HALF, task.h * p.D)
             memory.douts[c].load(k, dout, task.b, task.row + c * HALF, task.h * p.D)
@@ -129,8 +129,8 @@ def compute_dq(CONSUMER: gl.constexpr, p, job, memory):
     RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     n = 0
-    for k in range(job.turns()):
-        task = job.task(job.turn(k))
+    for k in range(turns(job.tasks())):
+        task = job.task(turn(k))
         position = task.position + CONSUMER * HALF
         rows = task.rows - CONSUMER * HALF
         m = CONSUMER * HALF + gl.arange(0, HALF, layout=ROWS)

@@ -89,13 +89,14 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
     call = functools.partial(pkt.ring_attention, q, k, v, causal=case.causal, layout=layout)
     small = {} if q.is_cuda else {"tiles": (16, 16)}
     found: dict[str, Run] = {mode: functools.partial(call, mode=mode, **small) for mode in ("fused", "copy", "unfused")}
-    found["parts"] = functools.partial(call, mode="parts")
-    for mode in ("fused", "parts"):
+    modes: tuple[Any, ...] = ("parts", "gluon") if q.is_cuda else ("parts",)
+    for mode in modes:
+        found[mode] = functools.partial(call, mode=mode)
+    for mode in ("fused", *modes):
         both = functools.partial(pkt.ring_attention, causal=case.causal, layout=layout, mode=mode)
         found[f"{mode}, {BOTH}"] = functools.partial(trained, both, q, k, v)
     if not q.is_cuda:
         return found
-    found["gluon"] = functools.partial(call, mode="gluon")
     for tiles in TILES:
         found[f"fused {'x'.join(map(str, tiles))}"] = functools.partial(call, mode="fused", tiles=tiles)
     if world.size > 1:

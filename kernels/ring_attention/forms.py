@@ -58,7 +58,7 @@ from .planning import (
     documents,
     of_heads,
     planned,
-    sends,
+    pushing,
     shape_of,
     sizes,
     windows,
@@ -207,8 +207,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
     counters = _counters(call, plan, "copied", call["b"], call["s"], call["g"] * call["d"])
     this_launch, side = counters[-1:], copies.Side(world)
     begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    parts = sends(call, plan, (keys, values), counters)
-    this = this_launch.plain()
+    push = pushing(call, plan, (keys, values), counters, side)
     compute = attention_to(keys, values, counters)
 
     def launch(
@@ -216,12 +215,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
         begin(this_launch, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
-        with side.behind() as stream:
-            for move_keys, move_values, tell in parts:
-                move_keys(k, stream)
-                move_values(v, stream)
-                tell(this, stream)
-            sent = side.mark()
+        sent = push(k, v)
         found = compute(q, k, v, out, cu_seqlens, lse)
         side.reach(sent)
         return found

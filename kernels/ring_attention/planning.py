@@ -124,20 +124,31 @@ def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTen
     return world.keep((name, "windows", b, s, g, d, call.dtype), make)
 
 
-def sends(
-    call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], counters: SymmetricTensor
-) -> list[tuple[copies.Send, ...]]:
-    """What copy engines do for each chunk that a peer needs: move its keys, move its values, and tell the peer.
-    inboxes: as of `windows`. counters: those of the chunks come first, the number of the launch comes last."""
+def pushing(
+    call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], counters: SymmetricTensor, side: copies.Side
+) -> Callable[[torch.Tensor, torch.Tensor], torch.cuda.Event | None]:
+    """push(k, v), on `side` behind the current stream: for each chunk that a peer needs, copy engines move its keys and
+    its values, and tell the peer. Returns what to `side.reach`. inboxes: as of `windows`. counters: those of the chunks
+    come first, the number of the launch comes last."""
     world, (b, s, run) = call.world, (call["b"], call["s"], call["g"] * call["d"])
     rank, size, chunks = world.rank, world.size, len(plan.pieces)
     shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
-    found = []
+    parts = []
     for i, c, d in product(range(b), range(chunks), range(1, size)):
         piece, peer, at = plan.pieces[c], (rank + d) % size, ((d - 1) * b + i) * chunks + c
         if plan.needs[d - 1][c]:
             here = slice(piece.row * run, (piece.row + piece.rows) * run)
             boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], call.dtype.itemsize)
             moves = [copies.sending(world, boxes, inbox) for inbox in inboxes]
-            found.append((*moves, copies.telling(world, peer, counters, at)))
-    return found
+            parts.append((*moves, copies.telling(world, peer, counters, at)))
+    this = counters[-1:].plain()
+
+    def push(k: torch.Tensor, v: torch.Tensor) -> torch.cuda.Event | None:
+        with side.behind() as stream:
+            for move_keys, move_values, tell in parts:
+                move_keys(k, stream)
+                move_values(v, stream)
+                tell(this, stream)
+            return side.mark()
+
+    return push

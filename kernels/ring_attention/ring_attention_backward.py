@@ -64,7 +64,7 @@ from .planning import (
     documents,
     of_heads,
     planned,
-    sends,
+    pushing,
     shape_of,
     sizes,
     windows,
@@ -229,8 +229,8 @@ def _fused(call: Call) -> Launch:
 def _gluon(call: Call) -> Launch:
     """No barrier is needed before the copies overwrite the keys of the last call. A rank that has read these has sent
     parts of their gradients behind that, for which `sum_kernel` has waited here, and the copies are queued behind it. A
-    rank may still read keys that it does not see, beside those that it does. Whatever they are, their weights are 0,
-    and nothing of them is sent. Parts: as of `queries_kernel`."""
+    rank may still read keys that it does not see, in the other half of a task. Nothing comes of them: a key's gradients
+    depend on no other key, and the owner does not read those parts. Parts: as of `queries_kernel`."""
     from .gluon_backward import num_places, planned_gradients
 
     world, plan = call.world, planned(call, GLUON_TILES)
@@ -243,7 +243,7 @@ def _gluon(call: Call) -> Launch:
         *[None] * 11, parts_ptr=parts, ready_ptr=counters, parted_ptr=counters[ready:], needs_ptr=None,
         number_ptr=number, queue_ptr=None, num_comm_sms=0, **sizes(call, plan), STAGES=tl.constexpr(1),
     )  # fmt: skip
-    to_peers, this = sends(call, plan, (keys, values), counters), number.plain()
+    push = pushing(call, plan, (keys, values), counters, side)
     count = beside_launch(world, next_kernel, (1,), num_warps=1)
     places = num_places(call)
     n, block_d = b * places * h, triton.next_power_of_2(d)
@@ -259,12 +259,7 @@ def _gluon(call: Call) -> Launch:
     ) -> Any:  # fmt: skip
         spans = spans_of(cu_seqlens)
         count(number)
-        with side.behind() as stream:
-            for move_keys, move_values, tell in to_peers:
-                move_keys(k, stream)
-                move_values(v, stream)
-                tell(this, stream)
-            sent = side.mark()
+        sent = push(k, v)
         of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
         gradients(q, k, v, dout, spans, rows, out)
         add(both._replace(spans_ptr=spans, dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)

@@ -44,7 +44,8 @@ STAGES = 2
 REGISTERS = gl.constexpr([240, 32])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
 NEAR = 16 << 20
-"""Bytes of keys and values that programs work on at a time, so that they find most of them in the L2 cache."""
+"""Bytes of keys and values, or of queries and dout, that programs work on at a time, so that they find most of them in
+the L2 cache."""
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
@@ -289,6 +290,20 @@ def fetch(slots, n, own, inbox, block, b, column, landed):
 
 
 @gluon.jit
+def arrived(block, here, task, job):
+    """Wait for the block's chunk, unless it is of step `here`, which has been waited for. (The batch of the block's
+    keys in the tensors that they are in; the step whose chunk is here.)"""
+    b = task.b
+    if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+        if block.distance > 0:
+            b += (block.distance - 1) * job.p.B
+            if block.step != here:
+                pl.wait(job.p.ready_ptr + b * num_pieces(job.p, job.p.CHUNK) + block.chunk, job.epoch, job.world)
+                here = block.step
+    return b, here
+
+
+@gluon.jit
 def load(p, job, memory, q, own, inboxes):
     """The loader. own, inboxes: keys and values (B, S, KV * D) of this rank, and ((size - 1) * B, S, KV * D) of the
     others."""
@@ -303,13 +318,7 @@ def load(p, job, memory, q, own, inboxes):
         here = -1  # the step whose chunk is here
         block = job.seek(0, task)
         while block.step < job.steps():
-            b = task.b
-            if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
-                if block.distance > 0:
-                    b += (block.distance - 1) * p.B
-                    if block.step != here:
-                        pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
-                        here = block.step
+            b, here = arrived(block, here, task, job)
             fetch(memory.keys, n, own[0], inboxes[0], block, b, column, memory.keys.filled(n))
             rows = job.kept(block)
             if rows < p.BLOCK_N:

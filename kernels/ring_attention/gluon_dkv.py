@@ -89,7 +89,7 @@ class KeysJob:
         head = begin + r % heads
         source = (self.rank - distance + self.world.size) % self.world.size
         row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
-        # What sees a key ascends with its row, as in `gluon.Job.task`.
+        # The queries that see a key ascend with its row, as the keys in `gluon.Job.task`.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
         all_from, most = self.sees(position + last, rows > 0)

@@ -12,13 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-import pkt.language as pl
-
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.tile_attention import LN2
-from .gluon import REGISTERS, Job, Slots, fetch, open_slots, turn, turns
+from .gluon import REGISTERS, Job, Slots, arrived, fetch, open_slots, turn, turns
 from .kernel import num_pieces
 
 
@@ -100,13 +98,7 @@ def load_for_dq(p, job, memory, q, dout, own, inboxes):
         here = -1  # the step whose chunk is here
         block = job.seek(0, task)
         while block.step < job.steps():
-            b = task.b
-            if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
-                if block.distance > 0:
-                    b += (block.distance - 1) * p.B
-                    if block.step != here:
-                        pl.wait(p.ready_ptr + b * num_pieces(p, p.CHUNK) + block.chunk, job.epoch, job.world)
-                        here = block.step
+            b, here = arrived(block, here, task, job)
             rows = job.kept(block)
             for i in gl.static_range(2):
                 slots = memory.keys if i == 0 else memory.values

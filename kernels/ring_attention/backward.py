@@ -307,10 +307,13 @@ def keys_kernel(p, world):
                 )  # fmt: skip
         dk *= p.scale * LN2
         offs, inside = _places(rows, p)
-        slot = p.parts_ptr + distance * 2 * whole + place
-        pl.store(slot + offs, dk, source, world, mask=inside)
-        pl.store(slot + whole + offs, dv, source, world, mask=inside)
-        if world.size > 1:
+        if world.size == 1:
+            tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
+            tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
+        else:
+            slot = p.parts_ptr + distance * 2 * whole + place
+            pl.store(slot + offs, dk, source, world, mask=inside)
+            pl.store(slot + whole + offs, dv, source, world, mask=inside)
             if distance > 0:
                 at = (((distance - 1) * p.B + b) * p.KV + g) * tiles + i
                 pl.signal(p.parted_ptr + at, source, world, tl.load(p.number_ptr), "set")  # publish

@@ -122,7 +122,8 @@ def ring_attention(
     at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also those of lse, are those of
     `pkt.ring_attention_backward`.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". "parts" holds up to size
+    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused"; none on one rank in "copy"
+    and "gluon". "parts" holds up to size
     results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, return_lse, mode, num_comm_sms, chunk, tiles)
@@ -186,6 +187,8 @@ def _fused(call: Call) -> Launch:
 def _copied(call: Call) -> Launch:
     plan = planned(call)
     programs = num_programs(call.world, _tasks(call, plan))
+    if call.world.size == 1:
+        return _attention(call, plan, "gathered", programs)
 
     def attention_to(keys: SymmetricTensor, values: SymmetricTensor, counters: SymmetricTensor) -> Launch:
         buffers = {"k_inbox_ptr": keys, "v_inbox_ptr": values, "ready_ptr": counters}
@@ -198,6 +201,8 @@ def _gluon(call: Call) -> Launch:
     from .gluon import planned_attention
 
     plan = planned(call, GLUON_TILES)
+    if call.world.size == 1:
+        return planned_attention(call, plan)
     return _copying(call, plan, functools.partial(planned_attention, call, plan))
 
 

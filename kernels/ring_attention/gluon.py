@@ -471,8 +471,9 @@ def gluon_attention_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------------- host
-def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, ready: Any) -> Launch:
-    """launch(q, k, v, out, cu_seqlens, lse). keys, values: as `planning.windows` has them. ready: `Attention`'s."""
+def planned_attention(call: Call, plan: Plan, *inboxes: SymmetricTensor) -> Launch:
+    """launch(q, k, v, out, cu_seqlens, lse). inboxes: of keys and values, as `planning.windows` has them, and the
+    counters, `Attention`'s ready_ptr; none on one rank."""
     world = call.world
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     one, others = (b, s), ((world.size - 1) * b, s)
@@ -489,7 +490,8 @@ def planned_attention(call: Call, plan: Plan, keys: SymmetricTensor, values: Sym
     some_q, *some = fitted(*(call[name] for name in ("q", "k", "v")))
     q_rows = rows(some_q, one, h, GLUON_TILES.block_m // CONSUMERS.value)
     own = [rows(x, one, g, GLUON_TILES.block_n) for x in some]
-    theirs = [lasts(rows(x.plain(), others, g, GLUON_TILES.block_n)) for x in (keys, values)] if world.size > 1 else own
+    theirs = [lasts(rows(x.plain(), others, g, GLUON_TILES.block_n)) for x in inboxes[:2]] or own
+    ready = inboxes[2] if inboxes else None
     spans_of = documents(call)
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "WAY": tl.constexpr("copied")}
     tasks, group = b * h * plan.blocks, h // g

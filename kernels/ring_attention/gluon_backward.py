@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 from pkt.runtime.launch.passing import lasts
@@ -20,7 +19,7 @@ from .backward import Backward
 from .gluon import NEAR
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
-from .planning import GLUON_ROWS, GLUON_TILES, Plan
+from .planning import GLUON_ROWS, Plan
 from .sequence import parts as parts_of
 from .sequence import pieces
 from .turns import blocks_seen, heads_together
@@ -49,11 +48,10 @@ def costs_of_keys(call: Call, plan: Plan) -> list[list[float]]:
     return found
 
 
-def planned_gradients(
-    call: Call, plan: Plan, keys: SymmetricTensor, values: SymmetricTensor, p: Backward, parts: int
-) -> Callable[..., None]:
-    """launch(q, k, v, dout, spans, rows, out): dq, and the parts of dk and dv. keys, values: as `planning.windows` has
-    them. p: with the symmetric tensors. parts: pieces of GLUON_ROWS keys of a rank, of all heads."""
+def planned_gradients(call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], parts: int) -> Callable[..., None]:
+    """launch(q, k, v, dout, p): dq, and the parts of dk and dv. inboxes: of keys and values, as `planning.windows` has
+    them; none on one rank. parts: pieces of GLUON_ROWS keys of a rank, of all heads. p: `Backward` with the tensors of
+    the call but those of its descriptors."""
     world = call.world
     b, s, h, g, d = (call[letter] for letter in "bshgd")
 
@@ -68,10 +66,9 @@ def planned_gradients(
 
     some = fitted(*(call[name] for name in ("q", "dout", "k", "v")))
     lent = [rows(x, b, heads) for x, heads in zip(some, (h, h, g, g))]
-    theirs = [lasts(rows(x.plain(), (world.size - 1) * b, g)) for x in (keys, values)] if world.size > 1 else lent[2:]
+    theirs = [lasts(rows(x.plain(), (world.size - 1) * b, g)) for x in inboxes] or lent[2:]
     places = num_places(call)
     numbers = descriptor(torch.empty(2 * b * h * places, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
-    of_kernel = p._replace(BLOCK_M=tl.constexpr(GLUON_TILES.block_m), BLOCK_N=tl.constexpr(GLUON_ROWS))
     near, group = NEAR // (2 * s * d * call.dtype.itemsize), h // g  # near: heads
     options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     programs = num_programs(world, b * h * plan.blocks)
@@ -80,17 +77,12 @@ def planned_gradients(
     of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)
     together = heads_together(costs_of_keys(call, plan), b * g, max(near // group, 1), programs)
 
-    def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, spans: torch.Tensor | None,
-        rows: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        for one, x in zip((*lent, numbers), (*fitted(q, dout, k, v), rows)):
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, p: Backward) -> None:
+        for one, x in zip((*lent, numbers), (*fitted(q, dout, k, v), p.rows_ptr)):
             one.base = x
-        mine = of_kernel._replace(spans_ptr=spans, rows_ptr=rows, dq_ptr=out)
         try:
-            of_queries(*lent, *theirs, mine, max(near // world.size, 1) * group, world.device)
-            blocks = mine._replace(BLOCK_M=mine.BLOCK_N)
-            of_keys(*lent[:2], numbers, *lent[2:], *theirs, blocks, together, world.device)
+            of_queries(*lent, *theirs, p, max(near // world.size, 1) * group, world.device)
+            of_keys(*lent[:2], numbers, *lent[2:], *theirs, p._replace(BLOCK_M=p.BLOCK_N), together, world.device)
         finally:
             for one in (*lent, numbers):
                 one.base = None

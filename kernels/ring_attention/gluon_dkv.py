@@ -322,23 +322,28 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, rows, job, mem
 
 @gluon.jit
 def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
-    """Store a consumer's part of dk and dv where their keys are, with a signal. If nobody here sees one half of a
-    task's keys, `sum_kernel` does not read what comes of it."""
+    """Store a consumer's part of dk and dv where their keys are, with a signal; on one rank dk and dv themselves. If
+    nobody here sees one half of a task's keys, `sum_kernel` does not read what comes of it."""
     RESULT: gl.constexpr = dk.type.layout
     row = task.row + CONSUMER * p.BLOCK_N
     rows = task.rows - CONSUMER * p.BLOCK_N
     if rows > 0:
-        whole = gl.cast(p.B * p.S, gl.int64) * p.KV * p.D
-        base = task.distance * 2 * whole + ((gl.cast(task.b, gl.int64) * p.S + row) * p.KV + task.g) * p.D
-        target = pl.peer(p.parts_ptr + base, task.source, job.world)
+        base = ((gl.cast(task.b, gl.int64) * p.S + row) * p.KV + task.g) * p.D
         m = gl.arange(0, p.BLOCK_N, layout=gl.SliceLayout(1, RESULT))
         d = gl.arange(0, p.D, layout=gl.SliceLayout(0, RESULT))
         places = m[:, None] * (p.KV * p.D) + d[None, :]
+        inside = (m < rows)[:, None]
         position = task.position + CONSUMER * p.BLOCK_N
         dk = seen_alone(dk * (p.scale * LN2), position, rows, job)
-        gl.store(target + places, dk, mask=(m < rows)[:, None])
-        gl.store(target + whole + places, seen_alone(dv, position, rows, job), mask=(m < rows)[:, None])
-        if job.world.size > 1:
+        dv = seen_alone(dv, position, rows, job)
+        if job.world.size == 1:  # the store rounds
+            gl.store(p.dk_ptr + base + places, dk, mask=inside)
+            gl.store(p.dv_ptr + base + places, dv, mask=inside)
+        else:
+            whole = gl.cast(p.B * p.S, gl.int64) * p.KV * p.D
+            target = pl.peer(p.parts_ptr + task.distance * 2 * whole + base, task.source, job.world)
+            gl.store(target + places, dk, mask=inside)
+            gl.store(target + whole + places, dv, mask=inside)
             if task.distance > 0:
                 at = ((task.distance - 1) * p.B + task.b) * p.KV + task.g
                 at = at * num_pieces(p, p.BLOCK_N) + place_of(row, p) // p.BLOCK_N
@@ -366,7 +371,10 @@ def gluon_dkv_kernel(
     values = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
     queries = open_query_slots(q, numbers, STAGES, p.BLOCK_M, p.D)
     memory = KeysMemory(keys, values, queries, open_barriers(1).index(0))
-    job = KeysJob(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
+    number = 0
+    if world.size > 1:
+        number = gl.load(p.number_ptr)
+    job = KeysJob(p, together, gl.cast(world.rank, gl.int32), number, world)
     gl.warp_specialize(
         [
             (compute_dkv, (0, p, job, memory)),

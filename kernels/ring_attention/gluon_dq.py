@@ -214,7 +214,10 @@ def gluon_dq_kernel(
     values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
     results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
     memory = QueriesMemory(queries, douts, keys, values, open_barriers(1).index(0), results)
-    job = Job(p, together, gl.cast(world.rank, gl.int32), gl.load(p.number_ptr), world)
+    number = 0
+    if world.size > 1:
+        number = gl.load(p.number_ptr)
+    job = Job(p, together, gl.cast(world.rank, gl.int32), number, world)
     gl.warp_specialize(
         [
             (compute_dq, (0, p, job, memory)),

@@ -8,7 +8,7 @@ fused: four kernels, one behind the other.
     3. dk and dv: a program for BLOCK_N keys of a head of any rank, over this rank's queries. Its part is fp32, and goes
        to an inbox of the rank that has the keys, with a signal. Own keys come last.
     4. The owner adds the parts of rank, rank + 1, rank + 2, ..., in this order, as each has come. So the result is the
-       same in every run, to the last bit.
+       same in every run, to the last bit. On one rank kernel 3 stores dk and dv, and nothing is added.
 
     Scores are computed twice, in 2 and in 3: with atomics, which need this once, the order would not be fixed. A mask,
     a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
@@ -126,8 +126,8 @@ def ring_attention_backward(
     another order in each run. The gradients of rows that see no key, or that nobody sees, are 0. Tensors may have any
     strides.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32; in "parts"
-    twice (size - 1) times their bytes. Raises
+    Symmetric memory kept: (size - 1) times the bytes of k and v, and on several ranks size times their elements in
+    fp32; in "parts" twice (size - 1) times their bytes. "gluon" keeps none on one rank. Raises
     ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
@@ -165,15 +165,17 @@ def _shape(call: Call) -> Shape:
 
 
 def _inboxes(call: Call, plan: Plan, pieces: int, programs: int) -> tuple[Any, Any]:
-    """Inboxes of the parts, and counters: of the chunks, of `pieces` parts of a batch of one, and two more words.
-    Collective."""
+    """Inboxes of the parts, None on one rank, and counters: of the chunks, of `pieces` parts of a batch of one, and two
+    more words. Collective."""
     world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
     packed = call["cu_seqlens"] is not None
     count = (world.size - 1) * b * (len(plan.pieces) + pieces) + 2
-    parts = world.keep(
-        (CALL, "parts", b, s, g, d),
-        lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
-    )
+    parts = None
+    if world.size > 1:
+        parts = world.keep(
+            (CALL, "parts", b, s, g, d),
+            lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
+        )
     # Documents may hide chunks that a causal mask or a window does not.
     counters = world.keep(
         (CALL, "ready", count, call["h"], plan.blocks, pieces, plan.chunk, packed, programs),
@@ -220,7 +222,8 @@ def _fused(call: Call) -> Launch:
         of_queries(Backward(*tensors, *same), world.device)
         of_keys = Backward(*tensors, *behind)
         of_parts(of_keys, world.device)
-        add(of_keys, world.device)
+        if world.size > 1:
+            add(of_keys, world.device)
         return out, dk, dv
 
     return with_memory(world, launch, [((2, b, h, s), torch.float32)])
@@ -236,34 +239,38 @@ def _gluon(call: Call) -> Launch:
     world, plan = call.world, planned(call, GLUON_TILES)
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     pieces = len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS)) * g
-    keys, values = windows(call, CALL)
-    parts, counters = _inboxes(call, plan, pieces, 0)
-    number, side, ready = counters[-1:], copies.Side(world), (world.size - 1) * b * len(plan.pieces)
-    both = Backward(
-        *[None] * 11, parts_ptr=parts, ready_ptr=counters, parted_ptr=counters[ready:], needs_ptr=None,
-        number_ptr=number, queue_ptr=None, num_comm_sms=0, **sizes(call, plan), STAGES=tl.constexpr(1),
-    )  # fmt: skip
-    push = pushing(call, plan, (keys, values), counters, side)
-    count = beside_launch(world, next_kernel, (1,), num_warps=1)
     places = num_places(call)
     n, block_d = b * places * h, triton.next_power_of_2(d)
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
     spans_of = documents(call)
-    gradients = planned_gradients(call, plan, keys, values, both, pieces)
-    add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
+    constants = {"BLOCK_N": tl.constexpr(GLUON_ROWS), "STAGES": tl.constexpr(1), "num_comm_sms": 0}
+    same: dict[str, Any] = {**dict.fromkeys(Backward._fields), **sizes(call, plan), **constants}
+    inboxes: Sequence[Any] = ()
+    if world.size > 1:
+        inboxes = windows(call, CALL)
+        parts, counters = _inboxes(call, plan, pieces, 0)
+        number, side, ready = counters[-1:], copies.Side(world), (world.size - 1) * b * len(plan.pieces)
+        same |= {"parts_ptr": parts, "ready_ptr": counters, "parted_ptr": counters[ready:], "number_ptr": number}
+        push = pushing(call, plan, inboxes, counters, side)
+        count = beside_launch(world, next_kernel, (1,), num_warps=1)
+        add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
+    both = Backward(**same)
+    gradients = planned_gradients(call, plan, inboxes, pieces)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
         out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
         dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
-        spans = spans_of(cu_seqlens)
-        count(number)
-        sent = push(k, v)
+        p = both._replace(spans_ptr=spans_of(cu_seqlens), rows_ptr=rows, dq_ptr=out, dk_ptr=dk, dv_ptr=dv)
+        if world.size > 1:
+            count(number)
+            sent = push(k, v)
         of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
-        gradients(q, k, v, dout, spans, rows, out)
-        add(both._replace(spans_ptr=spans, dk_ptr=dk, dv_ptr=dv, BLOCK_N=tl.constexpr(GLUON_ROWS)), world.device)
-        side.reach(sent)
+        gradients(q, k, v, dout, p)
+        if world.size > 1:
+            add(p, world.device)
+            side.reach(sent)
         return out, dk, dv
 
     return with_memory(world, launch, [((2, b, h, places), torch.float32)])

@@ -119,7 +119,7 @@ def run_ring_backward(
     def steps(rank: int, e: int) -> list[Callable[[int], None]]:
         p = backward.Backward(
             *[None] * 4, flat(spans.numpy()) if documents else None, flat(of_rows[rank][e]), flat(dq[rank][e]),
-            *[None] * 4, Symmetric(parts),
+            *map(flat, sums[rank][e]), None, None, Symmetric(parts),
             Pointer(counters, rank), Pointer(counters, rank, ready), None,
             Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
             D, zigzag, True, BM, HALF, D, chunk, 0, 1,
@@ -135,7 +135,7 @@ def run_ring_backward(
         def of_keys(program: int) -> None:
             functions["gluon_dkv_kernel"](*mine, numbers, *keys, p._replace(BLOCK_M=HALF), together, *last)
 
-        return [queries, of_keys, lambda program: None if program else add(rank, e)]
+        return [queries, of_keys, *([] if size == 1 else [lambda program: None if program else add(rank, e)])]
 
     machine.run([[step for e in range(launches) for step in steps(rank, e)] for rank in range(size)])
     q, k, v, dout = ([[np.nan_to_num(x) for x in xs] for xs in operand] for operand in (q, k, v, dout))

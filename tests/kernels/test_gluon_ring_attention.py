@@ -106,7 +106,7 @@ def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(size=1, rank=0, device=None)
     call = Call("", world, {**given, "cu_seqlens": None}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
     call.sizes = {"b": B, "s": S, "h": H, "g": KV, "d": 64}
-    launch = ring.planned_attention(call, planned(call, GLUON_TILES), None, None, None)
+    launch = ring.planned_attention(call, planned(call, GLUON_TILES))
     launch(*given.values(), torch.empty(0), None, torch.empty(0))
     for (name, x), found in zip(given.items(), launched[0], strict=True):
         assert torch.equal(found, x)

@@ -60,13 +60,15 @@ def launches(
     inbox = SimpleNamespace(plain=lambda: torch.empty(max(size - 1, 1), B, S, KV, d, dtype=dtype))
     count = KV * len(pieces(S, arguments["layout"], 0, size, GLUON_ROWS))
     words = torch.zeros(64, dtype=torch.int32)
+    of_ring = {"parts_ptr": torch.empty(4), "ready_ptr": words, "parted_ptr": words, "number_ptr": words}
+    results = dict(zip(("dq_ptr", "dk_ptr", "dv_ptr"), map(torch.empty_like, (q, k, v))))
     p = Backward(**{
-        **dict.fromkeys(Backward._fields), **sizes(call, plan), "num_comm_sms": 0, "STAGES": tl.constexpr(1),
-        "parts_ptr": torch.empty(4), "ready_ptr": words, "parted_ptr": words, "number_ptr": words,
+        **dict.fromkeys(Backward._fields), **sizes(call, plan), "num_comm_sms": 0, "BLOCK_N": tl.constexpr(GLUON_ROWS),
+        "STAGES": tl.constexpr(1), "spans_ptr": torch.zeros(2, size * S, dtype=torch.int32) if packed else None,
+        "rows_ptr": torch.empty(2, B, H, S), **results, **(of_ring if size > 1 else {}),
     })  # fmt: skip
-    launch = host.planned_gradients(call, plan, inbox, inbox, p, count)
-    spans = torch.zeros(2, size * S, dtype=torch.int32) if packed else None
-    launch(q, k, v, dout, spans, torch.empty(2, B, H, S), torch.empty_like(q))
+    launch = host.planned_gradients(call, plan, [inbox, inbox] if size > 1 else [], count)  # type: ignore[list-item]
+    launch(q, k, v, dout, p)
     return found
 
 
@@ -121,7 +123,7 @@ def test_operands_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @triton.jit
 def plain_dq_kernel(p, world):
     """In the place of the Gluon kernel in the simulator."""
-    epoch = tl.load(p.number_ptr)
+    epoch = tl.load(p.number_ptr) if world.size > 1 else 0
     for task in range(tl.program_id(0), p.B * p.H * num_pieces(p, p.BLOCK_M), tl.num_programs(0)):
         _queries(task, p, world, epoch)
 

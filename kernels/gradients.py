@@ -70,8 +70,8 @@ class Recorded:
         return self._values[name]
 
     def operator(self, name: str, *tensors: Any, **keywords: Any) -> Any:
-        """What the operator `name` returns, in the call's world."""
-        return self._operator.function_of(name)(*tensors, **keywords, world=self.world)
+        """What the operator `name` returns, in the call's world where `keywords` have no other."""
+        return self._operator.function_of(name)(*tensors, **{"world": self.world, **keywords})
 
     @property
     def grad(self) -> torch.Tensor:

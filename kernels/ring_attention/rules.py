@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pkt.model.gpu import H200
+from pkt.runtime.world import World
 
 from ..declaration import Call
 from ..shared.gluon_fits import missing_anywhere
@@ -18,17 +19,22 @@ BACKWARD = 260e12, 460e12
 with a causal mask (`ring_attention_1.json`)."""
 
 
-def fits_gluon(call: Call) -> str:
-    """Why the Gluon kernels cannot compute a call of either pass; "" where they can."""
-    if lacks := missing_anywhere(call.world):
+def lacks_gluon(world: World, q: torch.Tensor) -> str:
+    """Why the Gluon kernels of either pass cannot compute attention of q; "" where they can."""
+    if lacks := missing_anywhere(world):
         return lacks
-    if not call["q"].numel():
+    if not q.numel():
         return "no queries"
-    if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"{call.dtype}, not bfloat16 or float16"
-    if call["d"] not in (64, 128):
-        return f"D {call['d']}, not 64 or 128"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype}, not bfloat16 or float16"
+    if q.shape[-1] not in (64, 128):
+        return f"D {q.shape[-1]}, not 64 or 128"
     return ""
+
+
+def fits_gluon(call: Call) -> str:
+    """`lacks_gluon` of a call."""
+    return lacks_gluon(call.world, call["q"])
 
 
 def default(call: Call) -> str:

@@ -7,9 +7,12 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
     other, and signal. The others take BLOCK_M queries of a head whose group has arrived from all ranks, so that the
     first groups are computed with while the others travel. Each finished tile goes to the rank of its positions: into
     its `out` if that is symmetric, else into an inbox, from which that rank copies it.
-copy: copy engines push one group of heads after the other, torch attends to each group that has arrived, and copy
+copy: copy engines push one group of heads after the other, the SMs attend to each group that has arrived, and copy
     engines take its result home meanwhile, see `groups`. All SMs compute.
-unfused: pkt's all-to-all of q, k and v, torch's attention, and pkt's all-to-all of the result.
+unfused: pkt's all-to-all of q, k and v, attention on each rank, and pkt's all-to-all of the result.
+
+In "copy" and "unfused" attention is torch's. With documents or windows it would need masks and skip nothing, so there
+it is that of `ring_attention` on one rank, see `local`.
 
 H heads of queries share KV heads of keys and values. Each rank has H / size heads of queries. A head of keys goes to
 all ranks whose queries need it, so KV may be less than the number of ranks. A rank gets a head of keys for each
@@ -124,7 +127,8 @@ def ulysses_attention(
     step, powers of two from 16. The same on every rank.
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
-    multiplied with v. In "copy" and "unfused" this is up to torch. A row that sees no key is 0. Returns `out`,
+    multiplied with v. In "copy" and "unfused" without cu_seqlens and windows this is up to torch. A row that sees no
+    key is 0. Returns `out`,
     complete; the operands may be overwritten at once. Tensors may have any strides. It
     has run on 2 and 4 GPUs.
 
@@ -226,18 +230,23 @@ def _push(call: Call) -> Launch:
     return launch
 
 
+def _local(call: Call) -> Local:
+    return Local(call.world.size * call["s"], call["causal"], call["window"], call["scale"])
+
+
 def _copied(call: Call) -> Launch:
-    return copied(call, Local(_view(call), _scale(call)))
+    return copied(call, _local(call))
 
 
 def _unfused(call: Call) -> Launch:
     world, size, out = call.world, call.world.size, call["out"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
-    held, local = heads_of(h, g, size), Local(_view(call), _scale(call))
+    held = heads_of(h, g, size)
     whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
 
     inboxes = [window(call, name, shape) for name, shape in whole.items()]
     plain = [x.plain() for x in inboxes]
+    attend = _local(call).planned(world, plain[0], plain[1], plain[2], call["cu_seqlens"])
 
     def sent(x: torch.Tensor) -> torch.Tensor:
         return held.repeated((x.plain() if isinstance(x, SymmetricTensor) else x).view(b, s, -1, d), g)
@@ -255,7 +264,7 @@ def _unfused(call: Call) -> Launch:
     ) -> torch.Tensor:
         for move, x, to in zip(moves, (q, k, v), inboxes):
             move(sent(x), to)
-        found = local.attend(*plain, cu_seqlens)
+        found = attend(*plain, cu_seqlens)
         if result is None:
             back(found.contiguous(), out)
         else:
@@ -276,7 +285,7 @@ def _scale(call: Call) -> float:
 
 # ------------------------------------------------------------------------------------------------------- gradients
 def backward(call: Recorded) -> Gradients:
-    """The gradients, by exchanges of heads, torch's gradients of attention, and exchanges back. Collective."""
+    """The gradients, by exchanges of heads, gradients of attention on each rank, and exchanges back. Collective."""
     size, (b, s, h, d) = call.world.size, ((1,) * (4 - len(call.shape("q"))) + call.shape("q"))
     g = call.shape("k")[-2]
     if not b * s * h * d:
@@ -287,10 +296,9 @@ def backward(call: Recorded) -> Gradients:
         x = held.repeated(x.reshape(b, s, -1, d), g).contiguous()
         return call.operator("all_to_all", x, scatter=2, gather=1)
 
-    view = exact.view_of(s, size, call["causal"], call["window"], None)
-    scale = d**-0.5 if call["scale"] is None else call["scale"]
     q, k, v, grad = (there(x) for x in (call["q"], call["k"], call["v"], call.grad))
-    found = Local(view, scale).gradients(q, k, v, call["cu_seqlens"], grad, call.wanted)
+    local = Local(size * s, call["causal"], call["window"], call["scale"])
+    found = local.gradients(call, q, k, v, grad)
     home = {}
     for name, x in found.items():
         x = call.operator("all_to_all", x.contiguous(), scatter=1, gather=2)
@@ -324,12 +332,12 @@ OPERATOR = Operator(
             },
         ),
         "copy": Form(
-            _copied, "copy engines push groups of heads, torch attends to each that has arrived",
+            _copied, "copy engines push groups of heads, attention to each that has arrived",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, small={"heads": 1},
             settings={"heads": rules.default_heads},
         ),
         "unfused": Form(
-            _unfused, "`pkt.all_to_all` of q, k and v, torch's attention, and `pkt.all_to_all` back",
+            _unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out,
         ),
     },
@@ -337,7 +345,7 @@ OPERATOR = Operator(
     reference=reference,
     bound=bound,
     backward=Backward(
-        backward, "`all_to_all` of q, k, v and the gradient, torch's attention once more, `all_to_all` back",
+        backward, "`all_to_all` of q, k, v and the gradient, attention once more, `all_to_all` back",
         saves=dict.fromkeys("qkv", SAVED),
     ),
     cases=(

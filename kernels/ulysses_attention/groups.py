@@ -1,4 +1,4 @@
-"""The form "copy": copy engines move heads group by group, and torch attends to each group that has arrived.
+"""The form "copy": copy engines move heads group by group, and the SMs attend to each group that has arrived.
 
 A rank's stream for copies sends its peers their first groups, then their second ones, ..., and a number behind each
 group. The current stream waits for a group of all ranks and attends to it. The stream for copies takes the group's
@@ -109,8 +109,9 @@ def copied(call: Call, local: Local) -> Launch:
         back = [box for owner in (*peers, rank) for box in returned(group.queries, owner)]
         parts = (group.queries, group.keys, group.keys)
         operands = [x.narrow(2, part.start, len(part)) for x, part in zip(plain, parts)]
+        attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
         wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
-        stages.append((wait, counters[at * size :], operands, copies.sent_to(world, back)))
+        stages.append((wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
     own = [sent(name, rank, range(n)) for name, (n, _) in each.items()]
     meet, this = copies.meeting(world), number.plain()
 
@@ -127,9 +128,9 @@ def copied(call: Call, local: Local) -> Launch:
         for move, x in zip(own, (q, k, v)):
             move(x, None)  # all groups, while the first one of the peers travels
         found = []  # kept until the copies have ended
-        for wait, ready, operands, back in stages:
+        for wait, ready, attend, operands, back in stages:
             wait(ready, number, world.device)
-            found.append(local.attend(*operands, cu_seqlens).contiguous())
+            found.append(attend(*operands, cu_seqlens).contiguous())
             with side.behind() as stream:
                 back(found[-1], out if home is None else home, stream)
         side.reach(side.mark())

@@ -101,10 +101,11 @@ class World:
     """
 
     def __init__(
-        self, backend: Backend, heap: int | str | None = None, group: Any = None, parent: World | None = None
-    ) -> None:
+        self, backend: Backend, heap: int | str | None = None, group: Any = None, parent: World | None = None,
+        label: str = "",
+    ) -> None:  # fmt: skip
         """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`. group: torch's process group of the
-        same ranks, where there is one. parent: the world that this is a team of."""
+        same ranks, where there is one. parent: the world that this is a team of. label: tells it from other teams."""
         self._backend, self.group, self.parent = backend, group, parent
         self.lineage: tuple[World, ...] = (self, *parent.lineage) if parent else (self,)
         """This world, the one that it is a team of, and so on up to the world of all ranks."""
@@ -115,7 +116,7 @@ class World:
         if parent is None:
             self._by_name |= {"": self, of_size(self.size): self}
         if parent is not None:
-            first = f"{parent.name}/{parent._made}"
+            first = f"{parent.name}/{label}"
         else:  # simulated ranks run the code that one of them compiles
             first = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
         self.name: str = f"{first} {of_size(self.size)}"
@@ -132,6 +133,7 @@ class World:
         self._places = [rank // backend.node_size for rank in self.ranks]  # the ranks' nodes in the world of all ranks
         self._on_node: World | None = None
         self._rail: World | None = None
+        self._alone: World | None = None
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
         # A team's operators share the GPU's SMs with those of the world, and so run one after the other with them.
@@ -208,6 +210,19 @@ class World:
             self._rail = self.team([r for r, place in enumerate(self._places) if self._places[:r].count(place) == mine])
         assert self._rail is not None
         return self._rail
+
+    @property
+    def alone(self) -> World:
+        """This rank as a team of one, without a heap: for parts of an operator that need no peer and keep no symmetric
+        memory. This world where it has one rank. Not collective."""
+        self._check("alone")
+        if self.size == 1:
+            return self
+        if self._alone is None:
+            backend = TeamBackend(self._backend, [self.rank], offset=0, capacity=0)
+            self._alone = World(backend, self._heap.capacity, parent=self, label="alone")
+            self._teams.append(self._alone)
+        return self._alone
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the symmetric memory, too."""
@@ -287,7 +302,8 @@ class World:
         self._made += 1
         if self.rank not in members:
             return None
-        made = World(TeamBackend(self._backend, members, offset, nbytes, arena), nbytes, parent=self)
+        backend = TeamBackend(self._backend, members, offset, nbytes, arena)
+        made = World(backend, nbytes, parent=self, label=str(self._made))
         self._teams.append(made)
         self._heap.shares.append(made.heap)
         return made

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pkt
 from pkt.kernels.declaration import Call
+from pkt.kernels.ring_attention import forms as ring
 from pkt.kernels.ulysses_attention import forms, groups, local, rules
 from pkt.kernels.ulysses_attention.heads import heads_of, is_group
 from tests.kernels.helpers import UNIT, on_ranks
@@ -26,12 +27,13 @@ ENDS = torch.tensor([0, 3, 3, 20, 31], dtype=torch.int32)  # one crosses the ran
 
 
 def operands(
-    seed: int, heads: int, kv_heads: int, size: int = RANKS, batch: int = 1, dtype: torch.dtype = torch.float32
+    seed: int, heads: int, kv_heads: int, size: int = RANKS, batch: int = 1, dtype: torch.dtype = torch.float32,
+    d: int = D,
 ) -> list[list[torch.Tensor]]:  # fmt: skip
     """q, k and v of all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [torch.randn(batch, ROWS, n, D, generator=generator).to(dtype) for _ in range(size)]
+        [torch.randn(batch, ROWS, n, d, generator=generator).to(dtype) for _ in range(size)]
         for n in (heads, kv_heads, kv_heads)
     ]  # fmt: skip
 
@@ -144,10 +146,21 @@ def test_the_form_by_default() -> None:
 
 @pytest.mark.parametrize("keywords", [SMALL, COPY, {"mode": "unfused"}], ids=["push", "copy", "unfused"])
 def test_documents_of_any_lengths(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MASK", 600)  # 14 queries a mask
+    """torch's attention, which would need masks, has no part in it."""
+    monkeypatch.setattr(local.F, "scaled_dot_product_attention", None)
     packed = [[x[0] for x in xs] for xs in operands(3, 4, 2)]
-    check(packed, cu_seqlens=ENDS, causal=True, **keywords)
+    check(packed, cu_seqlens=ENDS, causal=True, launches=2, **keywords)
     check(packed, cu_seqlens=ENDS, window=(5, 2), **keywords)
+    check(operands(3, 4, 2, batch=2), window=(5, 2), **keywords)
+
+
+def test_where_torch_needs_masks() -> None:
+    for causal, window, masked in (
+        (False, None, False), (True, None, False), (False, (-1, 0), False), (False, (30, 30), False),
+        (True, (30, -1), False), (False, (29, -1), True), (True, (5, -1), True), (False, (-1, 1), True),
+    ):  # fmt: skip
+        assert local.Local(31, causal, window, None).is_masked(None) == masked, (causal, window)
+    assert local.Local(31, False, None, None).is_masked(ENDS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -227,6 +240,28 @@ def test_gradients_of_a_push(
             assert x.dtype == dtype
             # A few roundings of weights, of their gradients and of results, each of numbers up to the greatest.
             assert (x.double() - y).abs().max() <= 8 * UNIT[dtype] * y.abs().max()
+
+
+@pytest.mark.parametrize("keywords", [{"cu_seqlens": ENDS, "causal": True}, {"window": (9, 4), "scale": 0.5}])
+def test_gradients_by_the_kernels(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Gluon runs, torch has no part in those of documents and windows."""
+    gluon = pytest.importorskip("pkt.kernels.ring_attention.gluon")
+    from .test_gluon_ring_backward import with_plain_kernels
+
+    def planned(call: Call, plan: Any) -> Any:
+        return ring._attention(call, plan, "gathered", 2)
+
+    started = with_plain_kernels(monkeypatch)
+    monkeypatch.setattr(gluon, "planned_attention", planned)
+    monkeypatch.setattr(local.F, "scaled_dot_product_attention", None)
+    mine = operands(7, 4, 2, dtype=torch.bfloat16, d=64)
+    if "cu_seqlens" in keywords:
+        mine = [[x[0] for x in xs] for xs in mine]
+    all_found = gradients(mine, mode="unfused", **keywords)
+    assert len(started) == 2 * RANKS
+    for found, right in zip(all_found, exact_gradients(mine, **keywords), strict=True):
+        for x, y in zip(found, right, strict=True):
+            assert (x.double() - y).abs().max() <= 8 * UNIT[torch.bfloat16] * y.abs().max()
 
 
 def test_gradients_of_nothing() -> None:

@@ -155,6 +155,24 @@ def test_teams_nest_and_overlap() -> None:
     launch(main, 8, seed=2)
 
 
+def test_a_rank_alone_asks_nobody_and_has_no_heap() -> None:
+    def run(world: Any) -> None:
+        if world.rank == 1:  # the others make none
+            alone = world.alone
+            assert alone is world.alone
+            assert (alone.rank, alone.size, alone.ranks, alone.alone) == (0, 1, (1,), alone)
+            assert named_world(alone.name) is alone
+            x = torch.arange(8.0)
+            assert torch.equal(pkt.ring_attention(*[x.view(1, 1, 1, 8)] * 3, mode="copy", world=alone).flatten(), x)
+            with pytest.raises(pkt.HeapFull):
+                pkt.empty(1, world=alone)
+        made = [world.team([rank]) for rank in range(3)]
+        assert world.rank != 1 or made[1].name != world.alone.name
+        world.barrier()
+
+    launch(run, 3)
+
+
 def test_memory_of_a_team_lies_in_its_share() -> None:
     def main(world: Any) -> None:
         free = world.heap.ledger.free_bytes

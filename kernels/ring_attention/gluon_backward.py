@@ -35,17 +35,14 @@ def num_places(call: Call) -> int:
     return len(pieces(call["s"], call["layout"], 0, 1, GLUON_ROWS)) * GLUON_ROWS
 
 
-def costs_of_keys(call: Call, plan: Plan) -> list[list[float]]:
-    """What the tasks of dk and dv of a head cost, in blocks of queries, for the keys of each rank in their order. With
-    documents, which are known on the device alone, each costs as much."""
+def costs_of_keys(call: Call, plan: Plan) -> list[float]:
+    """What the tasks of dk and dv of a head cost, in blocks of queries, in their order: the ranks' keys take turns, own
+    ones last. With documents, which are known on the device alone, each costs as much."""
     s, layout, rank, size = call["s"], call["layout"], call.world.rank, call.world.size
     mine, group = parts_of(s, layout, rank, size), call["h"] // call["g"]
-    found = []
-    for distance in (*range(1, size), 0):
-        keys = pieces(s, layout, (rank - distance) % size, size, 2 * GLUON_ROWS)
-        seen = blocks_seen(keys, mine, plan.view, GLUON_ROWS)
-        found.append([TASK + group * (1 if call["cu_seqlens"] is not None else count) for count in seen])
-    return found
+    keys = [pieces(s, layout, (rank - distance) % size, size, 2 * GLUON_ROWS) for distance in (*range(1, size), 0)]
+    seen = blocks_seen([piece for turn in zip(*keys) for piece in turn], mine, plan.view, GLUON_ROWS)
+    return [TASK + group * (1 if call["cu_seqlens"] is not None else count) for count in seen]
 
 
 def planned_gradients(call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], parts: int) -> Callable[..., None]:

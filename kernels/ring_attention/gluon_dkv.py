@@ -77,18 +77,18 @@ class KeysJob:
 
     @gluon.jit
     def task(self, t):
-        """Task t. Own keys come last. Of some heads at a time all tasks come, those that most queries see under a
-        causal mask first."""
-        heads = self.p.B * self.p.KV
-        pieces = self.pieces()
-        distance = (t // (heads * pieces) + 1) % self.world.size
-        r = t % (heads * pieces)
-        begin = r // (self.together * pieces) * self.together
-        r = r % (self.together * pieces)
-        heads = gl.minimum(heads - begin, self.together)
+        """Task t. Of some heads at a time all tasks come, those that most queries see under a causal mask first. The
+        ranks' keys take turns, own ones last, so that parts travel all the time, and few of them at once."""
+        SIZE: gl.constexpr = self.world.size
+        each = SIZE * self.pieces()  # tasks of a head
+        begin = t // (self.together * each) * self.together
+        heads = gl.minimum(self.p.B * self.p.KV - begin, self.together)
+        r = t % (self.together * each)
         head = begin + r % heads
-        source = (self.rank - distance + self.world.size) % self.world.size
-        row, rows, position = piece(r // heads, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
+        distance = (r // heads + 1) % SIZE
+        source = (self.rank - distance + SIZE) % SIZE
+        i = r // heads // SIZE
+        row, rows, position = piece(i, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
         # The queries that see a key ascend with its row, as the keys in `gluon.Job.task`.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)

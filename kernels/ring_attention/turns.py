@@ -31,10 +31,9 @@ def blocks_seen(keys: Sequence[Part], queries: Sequence[Part], view: View, rows:
     return found
 
 
-def heads_together(costs: Sequence[Sequence[float]], heads: int, least: int, programs: int) -> int:
-    """The fewest heads from `least` on that spread the work evenly, or the most even number of those compared.
-
-    costs: of the tasks of each head, in their order, in several lists one behind the other; each has all heads."""
+def heads_together(costs: Sequence[float], heads: int, least: int, programs: int) -> int:
+    """The fewest heads from `least` on that spread the work evenly, or the most even number of those compared. costs:
+    of the tasks of each head, in their order."""
     least = min(least, heads)
     choices = [*range(least, heads, max((heads - least) // CHOICES, 1)), heads]
     uneven = []
@@ -45,13 +44,10 @@ def heads_together(costs: Sequence[Sequence[float]], heads: int, least: int, pro
     return choices[uneven.index(min(uneven))]
 
 
-def _most(costs: Sequence[Sequence[float]], heads: int, together: int, programs: int) -> float:
+def _most(costs: Sequence[float], heads: int, together: int, programs: int) -> float:
     """The work of the program that has the most, of the mean."""
-    tasks = []
-    for of_head in costs:
-        one = torch.tensor(of_head, dtype=torch.float32, device="cpu")
-        tasks += [one.repeat_interleave(min(together, heads - begin)) for begin in range(0, heads, together)]
-    order = torch.cat(tasks)
+    one = torch.tensor(costs, dtype=torch.float32, device="cpu")
+    order = torch.cat([one.repeat_interleave(min(together, heads - begin)) for begin in range(0, heads, together)])
     rounds = torch.nn.functional.pad(order, (0, -len(order) % programs)).view(-1, programs)
     rounds[1::2] = rounds[1::2].flip(1)
     return float(rounds.sum(0).max() * programs / order.sum())

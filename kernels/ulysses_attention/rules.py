@@ -65,8 +65,8 @@ def default_heads(call: Call) -> int:
 
 
 def default(call: Call) -> str:
-    """The form with the least predicted time. "copy" where `heads` is given, "unfused" with documents and windows, whose
-    time no prediction knows."""
+    """The form with the least predicted time. "copy" where `heads` is given. "unfused" with documents and windows,
+    whose time no prediction knows."""
     if "heads" in call.given:
         return "copy"
     if not call["q"].numel() or call["cu_seqlens"] is not None or call["window"] is not None:

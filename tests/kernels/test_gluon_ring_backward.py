@@ -193,5 +193,5 @@ def test_where_the_form_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert rules.default_backward(called(4096)) == "gluon"
     wide = called(256)
-    wide.sizes["d"] = 256
+    wide.tensors["q"] = torch.empty(1, 256, 16, 256, dtype=torch.bfloat16, device="meta")
     assert rules.default_backward(wide) == "fused"

@@ -9,7 +9,7 @@ from pkt.kernels.ring_attention.sequence import View
 def test_a_measured_case_is_spread_evenly() -> None:
     """Causal, 8192 positions, 2 x 8 heads of keys that 4 heads of queries share, on 132 programs. On an H200 dk and dv
     took 5.22 ms with 1 head at a time, 5.94 with 2, 4.26 with 5 and 3.80 with 9: as uneven as the work is."""
-    costs = [[3 + 4 * (128 - 2 * i) for i in range(64)]]
+    costs = [3 + 4 * (128 - 2 * i) for i in range(64)]
     for together, ms in ((1, 5.22), (2, 5.94), (5, 4.26), (9, 3.80)):
         assert abs(ms / turns._most(costs, 16, together, 132) - 3.40) < 0.08
     chosen = turns.heads_together(costs, 16, 1, 132)
@@ -17,8 +17,8 @@ def test_a_measured_case_is_spread_evenly() -> None:
 
 
 def test_equal_tasks_stay_near() -> None:
-    assert turns.heads_together([[7.0] * 33], 40, 5, 132) == 5
-    assert turns.heads_together([[7.0] * 4], 3, 5, 132) == 3
+    assert turns.heads_together([7.0] * 33, 40, 5, 132) == 5
+    assert turns.heads_together([7.0] * 4, 3, 5, 132) == 3
 
 
 def test_blocks_that_see_a_piece_of_keys() -> None:

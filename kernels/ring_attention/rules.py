@@ -12,11 +12,18 @@ from ..shared.gluon_fits import missing_anywhere
 from .parts import fits
 
 STAGE = 10e-6
-"""Seconds from the end of torch's attention to one rank's keys to the start of the next one's."""
-FORWARD = 440e12, 640e12
-BACKWARD = 260e12, 460e12
-"""FLOP a second of pkt's kernels and of torch's with D = 128 in bf16 on one H200, the slower of the rates without and
-with a causal mask (`ring_attention_1.json`)."""
+"""Seconds from the end of torch's attention to one rank's keys to the start of the next one's, and from a call to the
+first copy of keys."""
+LINK = 300e9
+"""Bytes a second of parts that a rank stores at its peers."""
+FORWARD = {"fused": 440e12, "gluon": 625e12, "parts": 640e12}
+BACKWARD = {"fused": 260e12, "gluon": 480e12, "parts": 530e12}
+"""FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_h200_2.json`,
+`ring_attention_backward_gluon_1.json`)."""
+NARROW = 0.9
+"""The rate of the Gluon kernels with D = 64 beside torch's, of that with 128; 0.90 to 0.95 were measured."""
+FILL = 1400
+"""Positions with which torch's backward pass has half of its rate."""
 
 
 def lacks_gluon(world: World, q: torch.Tensor) -> str:
@@ -38,31 +45,57 @@ def fits_gluon(call: Call) -> str:
 
 
 def default(call: Call) -> str:
-    """The form of the forward pass with the least predicted time; "gluon" where torch's attention cannot compute it."""
-    if not call.given and fits(call) and not fits_gluon(call):
-        return "gluon"
-    # A part of the result is written and read by the merge.
-    return _quicker(call, *FORWARD, products=2, moved=2 * call.dtype.itemsize)
+    """The form of the forward pass with the least predicted time."""
+    return min(_forms(call), key=lambda form: seconds(call, form))
 
 
 def default_backward(call: Call) -> str:
-    """The form of the backward pass, as `default`. Where torch is told to be deterministic, which its kernels are not,
-    "gluon" or "fused"."""
-    alone = torch.are_deterministic_algorithms_enabled() or fits(call)
-    if alone and not call.given and not fits_gluon(call):
-        return "gluon"
-    if alone:
-        return "fused"
+    """As `default`. torch's kernels are out where it is told to be deterministic, which they are not."""
+    forms = _forms(call)
+    if torch.are_deterministic_algorithms_enabled():
+        forms = [form for form in forms if form != "parts"]
+    return min(forms, key=lambda form: seconds_backward(call, form))
+
+
+def _forms(call: Call) -> list[str]:
+    """Those that can be the default. The settings are those of "fused"."""
+    lacks = {"gluon": fits_gluon, "parts": fits}
+    return ["fused", *(form for form, why in lacks.items() if not call.given and not why(call))]
+
+
+def seconds(call: Call, form: str) -> float:
+    """Predicted time of a form of the forward pass."""
+    # A part of the result is written and read by the merge.
+    return _flops(call, 2) / _rate(call, form, FORWARD) + _between(call, form, 2 * call.dtype.itemsize)
+
+
+def seconds_backward(call: Call, form: str) -> float:
+    """Predicted time of a form of the backward pass."""
+    computed, others = _flops(call, 5) / _rate(call, form, BACKWARD), call.world.size - 1
+    if form == "parts":
+        computed *= 1 + FILL / (call["s"] * call.world.size)
+    elif others:  # parts in fp32 travel meanwhile, and are read again and added
+        sent = 8 * others * call["k"].numel()
+        computed = max(computed, sent / LINK) + 2 * sent / H200.memory
     # A part of each gradient is written, read, and added to a sum in fp32.
-    return _quicker(call, *BACKWARD, products=5, moved=3 * (2 * call.dtype.itemsize + 8))
+    return computed + _between(call, form, 3 * (2 * call.dtype.itemsize + 8))
 
 
-def _quicker(call: Call, own: float, torchs: float, products: int, moved: int) -> str:
-    """products: of the pairs that queries see, each of D multiplications. moved: bytes for each element of q and for
-    the keys of each rank, by the kernels between torch's."""
-    if call.given or fits(call):  # the settings are those of "fused"
-        return "fused"
-    size, elements = call.world.size, call["q"].numel()
-    flops = 2 * products * elements * call["s"] * size / (2 if call["causal"] else 1)
-    between = size * (STAGE + elements * moved / H200.memory) + H200.launch
-    return "parts" if flops / torchs + between < flops / own else "fused"
+def _flops(call: Call, products: int) -> float:
+    """products: of the pairs that queries see, each of D multiplications."""
+    pairs = call["q"].numel() * call["s"] * call.world.size
+    return 2 * products * pairs / (2 if call["causal"] else 1)
+
+
+def _rate(call: Call, form: str, rates: dict[str, float]) -> float:
+    return rates[form] * (NARROW if form == "gluon" and call["d"] < 128 else 1)
+
+
+def _between(call: Call, form: str, moved: int) -> float:
+    """Seconds of what comes between the products. moved: bytes for each element of q and for the keys of each rank, by
+    the kernels between torch's."""
+    size = call.world.size
+    if size == 1 or form == "fused":
+        return 0.0
+    stages = size * (STAGE + call["q"].numel() * moved / H200.memory) if form == "parts" else STAGE
+    return stages + H200.launch

@@ -288,16 +288,27 @@ def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "gluon" where torch's attention cannot compute a call and the kernel can."""
+    """ "gluon" where torch's attention cannot compute a call and the kernel can, and where it is predicted to be the
+    quickest, as it was measured to be."""
     monkeypatch.setattr(rules, "missing_anywhere", lambda world: "")
-    assert rules.default(planned(4096)) == "parts"
-    for named in ({"window": (9, 0)}, {"cu_seqlens": torch.tensor([0, 70])}, {"length": 5}):
-        assert rules.default(planned(64, **named)) == "gluon"
-    wide = planned(4096, window=(9, 0))
-    wide.sizes["d"] = 256
+    for named in ({"window": (9, 0)}, {"cu_seqlens": torch.tensor([0, 8192])}, {"length": 5}):
+        assert rules.default(planned(4096, **named)) == rules.default_backward(planned(4096, **named)) == "gluon"
+    for causal in (False, True):
+        short, long = (planned(rows, causal=causal) for rows in (3072, 49152))
+        short.tensors["q"] = short.tensors["k"] = short.tensors["v"] = short["q"].expand(16, -1, -1, -1)
+        assert rules.default(short) == rules.default_backward(short) == "gluon"
+        assert rules.default(long) == rules.default_backward(long) == "parts"
+        alone = planned(6144, size=1, causal=causal)
+        assert (rules.default(alone), rules.default_backward(alone)) == ("parts", "gluon")
+    assert rules.default(planned(64)) == rules.default_backward(planned(64)) == "fused"
+    assert rules.default(planned(4096, window=(9, 0), given={"chunk": 64})) == "fused"
+    narrow, wide, none = planned(8192, size=1, causal=True), planned(4096, window=(9, 0)), planned(4096)
+    narrow.sizes["d"] = 64
+    narrow.tensors["q"] = narrow["q"][..., :64]
+    assert rules.default_backward(narrow) == "parts"
+    wide.tensors["q"] = torch.empty(1, 4096, 16, 256, dtype=torch.bfloat16, device="meta")
     assert rules.fits_gluon(wide) == "D 256, not 64 or 128"
-    assert rules.default(wide) == "fused"
-    none = planned(4096, window=(9, 0))
+    assert rules.default(wide) == rules.default_backward(wide) == "fused"
     none.tensors["q"] = torch.empty(0, 4096, 16, 128, dtype=torch.bfloat16)
     assert rules.fits_gluon(none) == "no queries"
 

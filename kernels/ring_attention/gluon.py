@@ -94,6 +94,15 @@ class Task:
     all_from: gl.tensor
     all_to: gl.tensor
     padding: gl.tensor  # keys from here on may be padding
+    distance: gl.tensor  # to the rank of the queries, which is rank - distance
+
+
+@aggregate
+class Heads:
+    """Of a rank that attends with the queries of all ranks, of some heads: as in `ulysses_attention`."""
+
+    GROUP: gl.constexpr  # heads of queries that come together
+    REPEATS: gl.constexpr  # heads of keys in a row that are one head of `k`
 
 
 @aggregate
@@ -105,10 +114,19 @@ class Job:
     rank: gl.tensor
     epoch: gl.tensor
     world: gl.tuple
+    heads: gl.tuple  # Heads; None: this rank attends with its own queries, of all heads
+
+    @gluon.jit
+    def tiles(self):
+        """Of queries of a head."""
+        tiles = num_pieces(self.p, self.p.BLOCK_M)
+        if self.heads is not None:
+            tiles *= self.world.size
+        return tiles
 
     @gluon.jit
     def tasks(self):
-        return self.p.B * self.p.H * num_pieces(self.p, self.p.BLOCK_M)
+        return self.p.B * self.p.H * self.tiles()
 
     @gluon.jit
     def sees(self, position, inside):
@@ -119,12 +137,20 @@ class Job:
     @gluon.jit
     def task(self, t):
         """Task t. Of some heads at a time all tasks come, those with the most keys under a causal mask first."""
-        tiles = num_pieces(self.p, self.p.BLOCK_M)
+        tiles = self.tiles()
         begin = t // (self.together * tiles) * self.together
         heads = gl.minimum(self.p.B * self.p.H - begin, self.together)
         r = t % (self.together * tiles)
         head = begin + r % heads
-        row, rows, position = piece(tiles - 1 - r // heads, self.rank, self.p, self.world, self.p.BLOCK_M)
+        tile = tiles - 1 - r // heads
+        source = self.rank
+        distance = 0
+        if self.heads is not None:
+            each = num_pieces(self.p, self.p.BLOCK_M)
+            source = tile // each
+            tile = tile % each
+            distance = (self.rank - source + self.world.size) % self.world.size
+        row, rows, position = piece(tile, source, self.p, self.world, self.p.BLOCK_M)
         # What a query sees ascends with its row, up to padding.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
@@ -138,7 +164,17 @@ class Job:
         least = gl.where(blind, first, least)
         most = gl.where(blind, first + 1, most)
         all_to = gl.where(blind | (position + rows > self.p.length), 0, all_to)
-        return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to, padding)
+        return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to, padding,
+                    distance)  # fmt: skip
+
+    @gluon.jit
+    def column(self, task, block):
+        """Where the head of keys that the task looks at begins in the rows of the block."""
+        head = task.h // (self.p.H // self.p.KV)
+        if self.heads is not None:
+            if block.distance == 0:  # own rows have all heads
+                head = (self.rank * self.p.KV + head) // self.heads.REPEATS
+        return head * self.p.D
 
     @gluon.jit
     def steps(self):
@@ -277,6 +313,19 @@ class Memory:
     begins: gl.shared_memory_descriptor  # a barrier a consumer: it may begin its next products
 
 
+@gluon.jit
+def open_memory(dtype, p, STAGES: gl.constexpr):
+    """Empty slots and barriers."""
+    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
+    queries = open_slots(dtype, CONSUMERS, HALF, p.D, 1)
+    keys = open_slots(dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
+    values = open_slots(dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
+    results = gl.allocate_shared_memory(dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, dtype))
+    begins = open_barriers(CONSUMERS)
+    mbarrier.arrive(begins.index(0), count=1)
+    return Memory(queries, keys, values, open_barriers(1).index(0), results, begins)
+
+
 # ------------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
 def fetch(slots, n, own, inbox, block, b, column, landed):
@@ -297,36 +346,57 @@ def arrived(block, here, task, job):
     if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
         if block.distance > 0:
             b += (block.distance - 1) * job.p.B
-            if block.step != here:
-                pl.wait(job.p.ready_ptr + b * num_pieces(job.p, job.p.CHUNK) + block.chunk, job.epoch, job.world)
-                here = block.step
+            if job.heads is None:  # or `await_heads` has waited
+                if block.step != here:
+                    pl.wait(job.p.ready_ptr + b * num_pieces(job.p, job.p.CHUNK) + block.chunk, job.epoch, job.world)
+                    here = block.step
     return b, here
 
 
 @gluon.jit
-def load(p, job, memory, q, own, inboxes):
-    """The loader. own, inboxes: keys and values (B, S, KV * D) of this rank, and ((size - 1) * B, S, KV * D) of the
-    others."""
+def await_heads(here, task, job):
+    """Wait for the group of the task's head from all peers, unless it is group `here`, which has been waited for. (The
+    group that is here.)"""
+    group = (task.b * job.p.H + task.h) // job.heads.GROUP
+    if group != here:
+        for d in range(job.world.size - 1):
+            pl.wait(job.p.ready_ptr + group * (job.world.size - 1) + d, job.epoch, job.world)
+    return group
+
+
+@gluon.jit
+def load(p, job, memory, own, inboxes):
+    """The loader. own, inboxes: queries, keys and values of this rank, and of the others, see the kernels."""
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
     n = 0
     cleared = 0  # blocks
+    group = -1  # of heads, that is here
     for k in range(turns(job.tasks())):
         task = job.task(turn(k))
+        if job.heads is not None:
+            group = await_heads(group, task, job)
         for c in gl.static_range(CONSUMERS):
-            memory.queries.load(k * CONSUMERS + c, q, task.b, task.row + c * HALF, task.h * p.D)
-        column = task.h // (p.H // p.KV) * p.D
+            row = task.row + c * HALF
+            if job.heads is None:
+                memory.queries.load(k * CONSUMERS + c, own[0], task.b, row, task.h * p.D)
+            elif task.distance == 0:
+                memory.queries.load(k * CONSUMERS + c, own[0], task.b, row, (job.rank * p.H + task.h) * p.D)
+            else:
+                b = (task.distance - 1) * p.B + task.b
+                memory.queries.load(k * CONSUMERS + c, inboxes[0], b, row, task.h * p.D)
         here = -1  # the step whose chunk is here
         block = job.seek(0, task)
         while block.step < job.steps():
             b, here = arrived(block, here, task, job)
-            fetch(memory.keys, n, own[0], inboxes[0], block, b, column, memory.keys.filled(n))
+            column = job.column(task, block)
+            fetch(memory.keys, n, own[1], inboxes[1], block, b, column, memory.keys.filled(n))
             rows = job.kept(block)
             if rows < p.BLOCK_N:
-                fetch(memory.values, n, own[1], inboxes[1], block, b, column, memory.landed)
+                fetch(memory.values, n, own[2], inboxes[2], block, b, column, memory.landed)
                 memory.values.keep_first(n, rows, memory.landed, cleared & 1)
                 cleared += 1
             else:
-                fetch(memory.values, n, own[1], inboxes[1], block, b, column, memory.values.filled(n))
+                fetch(memory.values, n, own[2], inboxes[2], block, b, column, memory.values.filled(n))
             n += 1
             block = job.next(block, task)
 
@@ -405,13 +475,13 @@ def attend(CONSUMER: gl.constexpr, p, job, memory):
         acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
         memory.values.free(n)
         n += 1
-        finish(CONSUMER, acc, top, total, task, memory.results.index(CONSUMER), p)
+        finish(CONSUMER, acc, top, total, task, memory.results.index(CONSUMER), p, job)
 
 
 @gluon.jit
-def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p):
-    """Store a consumer's result and its logarithms. room: shared memory for the result, from which each thread stores
-    16 bytes of a row at a time."""
+def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p, job):
+    """Store a consumer's result where its queries come from, and its logarithms, unless nobody wants them. room: shared
+    memory for the result, from which each thread stores 16 bytes of a row at a time."""
     HALF: gl.constexpr = acc.shape[0]
     DTYPE: gl.constexpr = room.dtype
     STORED: gl.constexpr = whole_rows(p.D, DTYPE, gl.num_warps())
@@ -423,13 +493,20 @@ def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p):
     room.store((acc * share[:, None]).to(DTYPE))
     m = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
     d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
-    base = (gl.cast(task.b, gl.int64) * p.S + row) * (p.H * p.D) + task.h * p.D
-    places = m[:, None] * (p.H * p.D) + d[None, :]
-    gl.store(p.out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
-    m = gl.arange(0, HALF, layout=total.type.layout)
-    base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
-    lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
-    gl.store(p.lse_ptr + base + m, lse, mask=m < rows)
+    out_ptr = p.out_ptr
+    head = task.h
+    WIDTH: gl.constexpr = (p.H if job.heads is None else p.H * job.world.size) * p.D
+    if job.heads is not None:
+        out_ptr = pl.peer(out_ptr, (job.rank - task.distance + job.world.size) % job.world.size, job.world)
+        head += job.rank * p.H
+    base = (gl.cast(task.b, gl.int64) * p.S + row) * WIDTH + head * p.D
+    places = m[:, None] * WIDTH + d[None, :]
+    gl.store(out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
+    if p.lse_ptr is not None:
+        m = gl.arange(0, HALF, layout=total.type.layout)
+        base = (gl.cast(task.b, gl.int64) * p.H + task.h) * p.S + row
+        lse = gl.where(empty, -float("inf"), (top + gl.log2(total)) * LN2)
+        gl.store(p.lse_ptr + base + m, lse, mask=m < rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -446,24 +523,17 @@ def gluon_attention_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """The module's kernel: shared memory, barriers, and who does what."""
+    """The module's kernel."""
     epoch = 0
     if world.size > 1:
         epoch = gl.load(p.ready_ptr + (world.size - 1) * p.B * num_pieces(p, p.CHUNK))
-    HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
-    queries = open_slots(q.dtype, CONSUMERS, HALF, p.D, 1)
-    keys = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
-    values = open_slots(q.dtype, STAGES, p.BLOCK_N, p.D, CONSUMERS)
-    results = gl.allocate_shared_memory(q.dtype, [CONSUMERS, HALF, p.D], half_layout(HALF, p.D, q.dtype))
-    begins = open_barriers(CONSUMERS)
-    mbarrier.arrive(begins.index(0), count=1)
-    memory = Memory(queries, keys, values, open_barriers(1).index(0), results, begins)
-    job = Job(p, together, gl.cast(world.rank, gl.int32), epoch, world)
+    memory = open_memory(q.dtype, p, STAGES)
+    job = Job(p, together, gl.cast(world.rank, gl.int32), epoch, world, None)
     gl.warp_specialize(
         [
             (attend, (0, p, job, memory)),
             (attend, (1, p, job, memory)),
-            (load, (p, job, memory, q, (k, v), (k_inbox, v_inbox))),
+            (load, (p, job, memory, (q, k, v), (q, k_inbox, v_inbox))),
         ],
         [num_warps, 1],
         REGISTERS,

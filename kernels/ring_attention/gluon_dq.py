@@ -217,7 +217,7 @@ def gluon_dq_kernel(
     number = 0
     if world.size > 1:
         number = gl.load(p.number_ptr)
-    job = Job(p, together, gl.cast(world.rank, gl.int32), number, world)
+    job = Job(p, together, gl.cast(world.rank, gl.int32), number, world, None)
     gl.warp_specialize(
         [
             (compute_dq, (0, p, job, memory)),

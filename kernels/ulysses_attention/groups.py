@@ -64,6 +64,22 @@ def window(call: Call, name: str, shape: tuple[int, ...]) -> SymmetricTensor:
     )
 
 
+def sent(
+    call: Call, name: str, peer: int, heads: range, inbox: SymmetricTensor, place: torch.Tensor,
+    batch: slice = slice(None),
+) -> copies.Send:  # fmt: skip
+    """What moves this rank's positions of some heads of `peer` there, of operand `name`. place: that of all heads of
+    `peer` in its `inbox`, (batches, s, heads, d) of a `copies.layout`."""
+    size, n = call.world.size, place.shape[2]
+    repeats = 1 if name == "q" else heads_of(call["h"], call["g"], size).repeats
+    mine = copies.layout(call["b"], call["s"], size * n // repeats, call["d"])[batch]
+    width, boxes = len(heads) if repeats == 1 else 1, []
+    for i in heads[::width]:
+        target, source = place.narrow(2, i, width), mine.narrow(2, (peer * n + i) // repeats, width)
+        boxes += copies.boxes(peer, target.flatten(2), source.flatten(2), call.dtype.itemsize)
+    return copies.sending(call.world, boxes, inbox)
+
+
 def copied(call: Call, local: Local) -> Launch:
     """The plan."""
     world, itemsize, out = call.world, call.dtype.itemsize, call["out"]
@@ -71,8 +87,8 @@ def copied(call: Call, local: Local) -> Launch:
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     held = heads_of(h, g, size)
     groups = groups_of(held, call["heads"])
-    each = {"q": (held.queries, 1), "k": (held.keys, held.repeats), "v": (held.keys, held.repeats)}
-    inboxes = {name: window(call, name, (b, size * s, n, d)) for name, (n, _) in each.items()}
+    here = {"q": held.queries, "k": held.keys, "v": held.keys}
+    inboxes = {name: window(call, name, (b, size * s, n, d)) for name, n in here.items()}
     home = None if isinstance(out, SymmetricTensor) else window(call, "home", (b, s, h, d))
 
     def make() -> SymmetricTensor:  # [g * size + r] is the last launch whose group g rank r has sent here
@@ -81,15 +97,9 @@ def copied(call: Call, local: Local) -> Launch:
     counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
     number, side = counters[-1:], copies.Side(world)
 
-    def sent(name: str, peer: int, heads: range) -> copies.Send:
-        """What moves this rank's positions of some heads of `peer` there."""
-        n, repeats = each[name]
-        theirs = copies.layout(b, size * s, n, d)[:, rank * s : (rank + 1) * s]
-        mine, width, boxes = copies.layout(b, s, size * n // repeats, d), len(heads) if repeats == 1 else 1, []
-        for i in heads[::width]:
-            target, source = theirs.narrow(2, i, width), mine.narrow(2, (peer * n + i) // repeats, width)
-            boxes += copies.boxes(peer, target.flatten(2), source.flatten(2), itemsize)
-        return copies.sending(world, boxes, inboxes[name])
+    def moved(name: str, peer: int, heads: range) -> copies.Send:
+        place = copies.layout(b, size * s, here[name], d)[:, rank * s : (rank + 1) * s]
+        return sent(call, name, peer, heads, inboxes[name], place)
 
     def returned(heads: range, owner: int) -> list[copies.Box]:
         """What moves the results of a group to the rank of their positions."""
@@ -104,7 +114,7 @@ def copied(call: Call, local: Local) -> Launch:
         peers = [(rank + i) % size for i in copies.turn(size, at)]
         for peer in peers:
             names = "qkv" if group.first else "q"
-            sends += [(n, sent(n, peer, group.queries if n == "q" else group.keys)) for n in names]
+            sends += [(n, moved(n, peer, group.queries if n == "q" else group.keys)) for n in names]
             sends.append(("this", copies.telling(world, peer, counters, at * size + rank)))
         back = [box for owner in (*peers, rank) for box in returned(group.queries, owner)]
         parts = (group.queries, group.keys, group.keys)
@@ -112,7 +122,7 @@ def copied(call: Call, local: Local) -> Launch:
         attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
         wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
         stages.append((wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
-    own = [sent(name, rank, range(n)) for name, (n, _) in each.items()]
+    own = [moved(name, rank, range(n)) for name, n in here.items()]
     meet, this = copies.meeting(world), number.plain()
 
     def launch(

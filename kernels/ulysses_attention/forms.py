@@ -9,6 +9,8 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
     its `out` if that is symmetric, else into an inbox, from which that rank copies it.
 copy: copy engines push one group of heads after the other, the SMs attend to each group that has arrived, and copy
     engines take its result home meanwhile, see `groups`. All SMs compute.
+gluon: the same copies and one launch, of ring attention's kernel in specialised warps, which waits for each group of
+    heads and stores each finished tile on the rank of its positions, see `gluon`.
 unfused: pkt's all-to-all of q, k and v, attention on each rank, and pkt's all-to-all of the result.
 
 In "copy" and "unfused" attention is torch's. With documents or windows it would need masks and skip nothing, so there
@@ -49,6 +51,7 @@ from ..ring_attention import exact, sequence
 from ..shared import attention
 from ..shared.checks import FLOATS, symmetric_out
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
+from ..shared.replays import in_one_call
 from . import rules
 from .groups import again, copied, window
 from .heads import heads_of, is_group
@@ -92,7 +95,7 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
-    mode: Literal["push", "copy", "unfused"] | None = None,
+    mode: Literal["push", "copy", "gluon", "unfused"] | None = None,
     num_comm_sms: int | None = None,
     heads: int | None = None,
     chunk: int | None = None,
@@ -108,7 +111,7 @@ def ulysses_attention(
         h // (H / KV) of the keys. The same shapes on every rank. With cu_seqlens all three are packed: (S, H, D) and
         (S, KV, D).
     out: q's shape and dtype, shares no memory with the operands. A new tensor where None. Into a symmetric one "push"
-        stores the result without a copy.
+        and "gluon" store the result without a copy.
     cu_seqlens: int32 (documents + 1,), the same on every rank: document i has the positions cu_seqlens[i] to
         cu_seqlens[i + 1] of the whole sequence, of any lengths, and sees itself only. It is read on the device, so a
         replayed graph may find other lengths.
@@ -118,10 +121,11 @@ def ulysses_attention(
 
     mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy" and
     "unfused" with the least predicted time (kernels/ulysses_attention/rules.py); with cu_seqlens or window "unfused";
-    where `heads` is given "copy".
-    heads: for "push" and "copy": heads of queries in a group, which divides the H / size of a rank, and is a divisor or
-    a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in "copy" the
-    number with the least predicted time.
+    where `heads` is given "copy". "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2
+    ranks or more.
+    heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
+    divisor or a multiple of those that share a head of keys there. By default in "push" and "gluon" as few as make 8
+    groups, in "copy" the number with the least predicted time.
     For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. chunk: rows of a group that travel
     with one signal, by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a
     step, powers of two from 16. The same on every rank.
@@ -133,8 +137,8 @@ def ulysses_attention(
     has run on 2 and 4 GPUs.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
-    of q for the result, which in "copy" a symmetric `out` saves. Raises ShapeError, DtypeError, CollectiveMismatch,
-    Unsupported.
+    of q for the result, which in "copy" and "gluon" a symmetric `out` saves. Raises ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported.
     """
     values = (causal, scale, window, mode, num_comm_sms, heads, chunk, tiles)
     return OPERATOR((q, k, v, out, cu_seqlens), values, world)
@@ -238,6 +242,12 @@ def _copied(call: Call) -> Launch:
     return copied(call, _local(call))
 
 
+def _gluon(call: Call) -> Launch:
+    from .gluon import planned_heads
+
+    return planned_heads(call)
+
+
 def _unfused(call: Call) -> Launch:
     world, size, out = call.world, call.world.size, call["out"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
@@ -312,6 +322,8 @@ def backward(call: Recorded) -> Gradients:
 SAVED = ("q", "k", "v", "cu_seqlens")
 SMALL = {"num_comm_sms": 1, "heads": 1, "chunk": 16, "tiles": (16, 16)}
 SHAPES = {"q": "1 3 W*2 64", "k": (1, 3, 1, 64), "v": (1, 3, 1, 64)}  # kernels are compiled for this D
+TILED = {"q": "2 150 W*2 64", "k": "2 150 W*1 64", "v": "2 150 W*1 64"}  # more than a tile of the Gluon kernel
+HALF = torch.bfloat16  # it takes no fp32
 OPERATOR = Operator(
     ulysses_attention,
     tensors={
@@ -336,6 +348,11 @@ OPERATOR = Operator(
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, small={"heads": 1},
             settings={"heads": rules.default_heads},
         ),
+        "gluon": Form(
+            in_one_call(_gluon), "copies as in `copy`; one kernel in specialised warps attends and stores home",
+            "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, fits=rules.fits_gluon, gpu=True,
+            settings={"heads": default_heads},
+        ),
         "unfused": Form(
             _unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out,
@@ -353,6 +370,7 @@ OPERATOR = Operator(
         Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "push"}, ranks=2),
         Case(shapes={"q": "1 3 W*2 4", "k": (1, 3, 1, 4), "v": (1, 3, 1, 4)}, arguments={"mode": "copy"}, out="new"),
         Case(shapes=SHAPES, arguments={"mode": "copy", "causal": True}, explore=False),
+        Case(shapes=TILED, arguments={"mode": "gluon", "causal": True}, out="new", dtype=HALF, explore=False, ranks=2),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1)}, explore=False),
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pkt.model.cost import waves
 from pkt.model.gpu import H200, link_rate
 
 from ..declaration import Call
+from ..ring_attention.rules import lacks_gluon
 from .heads import heads_of, is_group
 
 ATTENTION = 650e12
@@ -64,8 +65,13 @@ def default_heads(call: Call) -> int:
     return min((n for n in range(held.queries, 0, -1) if is_group(n, held)), key=lambda n: seconds_copied(call, n))
 
 
+def fits_gluon(call: Call) -> str:
+    """Why the form "gluon" cannot run a call; "" where it can."""
+    return lacks_gluon(call.world, call["q"]) or ("one rank, not 2 or more" if call.world.size == 1 else "")
+
+
 def default(call: Call) -> str:
-    """The form with the least predicted time. "copy" where `heads` is given. "unfused" with documents and windows,
+    """The form with the least predicted time. "copy" where `heads` is given, "unfused" with documents and windows,
     whose time no prediction knows."""
     if "heads" in call.given:
         return "copy"

@@ -6,6 +6,7 @@ import pytest
 
 from .gluon_backward_runs import run_ring_backward
 from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_ring, run_two_shot
+from .gluon_ulysses_runs import run_ulysses
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 PLANS = [
@@ -161,6 +162,33 @@ def test_documents_in_a_ring_backward(size, zigzag, told):
     """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
     for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
         run_ring_backward(size, 14, 2, 1, 1 + seed % 2, seed, zigzag=zigzag, documents=documents, **told)
+
+
+# -------------------------------------------------------------------------------------------------- ulysses_attention
+@pytest.mark.parametrize(
+    ("size", "R", "H", "KV", "group"),
+    [
+        (2, 16, 4, 4, 1),
+        (2, 13, 8, 2, 2),  # two groups share a head of keys, which came with the first
+        (2, 5, 8, 4, 4),  # a group has two heads of keys
+        (3, 8, 6, 2, 1),  # one rank needs two heads of keys, the others one
+        (4, 21, 4, 1, 1),  # fewer heads of keys than ranks
+    ],
+)
+@pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}, {"window": (9, -1)}])
+def test_ulysses(size, R, H, KV, group, told):
+    """Ragged rows, and launches that come one after the other."""
+    for seed in range(3):
+        options = {"B": 1 + seed % 2, "together": 1 + seed % 2, "launches": 2 + seed % 2}
+        run_ulysses(size, R, H, KV, 1 + seed, seed, group=group, **options, **told)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}])
+def test_documents_in_ulysses(size, told):
+    """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
+    for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
+        run_ulysses(size, 14, 2 * size, 2, 1 + seed % 2, seed, B=1 + seed % 2, documents=documents, **told)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

@@ -19,6 +19,7 @@ from .gluon_runs import (
     run_short_push,
     run_two_shot,
 )
+from .gluon_ulysses_runs import run_ulysses
 
 
 def without(name, *path):
@@ -43,6 +44,11 @@ def run_small_backward(size, S, N, K, *args, **options):
     run_ring_backward(size, S, 2, 1, *args, **options)
 
 
+def run_small_ulysses(size, R, N, K, *args, **options):
+    """run_ulysses of two heads on each rank, of batches of two, which all come one by one."""
+    run_ulysses(size, R, 2 * size, 2, *args, B=2, **options)
+
+
 def goes_wrong(run, seeds, *sizes, **options):
     """Whether a run of two programs gives a wrong result, hangs or breaks an mbarrier, in one of the orders. Any other
     error is one of the test's own."""
@@ -65,7 +71,7 @@ def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
 
 
 @pytest.mark.parametrize("broken", [without("pl", "wait"), without("mbarrier", "wait")], ids=["wait", "mbarrier.wait"])
-@pytest.mark.parametrize("run", [run_small_ring, run_small_backward])
+@pytest.mark.parametrize("run", [run_small_ring, run_small_backward, run_small_ulysses])
 def test_a_kind_of_wait_that_is_left_out_of_a_ring_is_found(run, broken):
     assert goes_wrong(run, range(6), 3, 16, 0, 0, broken=broken)
 
@@ -116,6 +122,8 @@ def skipping(name, attribute, line, seen):
         (run_small_backward, "pl", "wait", 1),
         (run_small_backward, "pl", "signal", 1),
         (run_small_backward, "mbarrier", "wait", 4),
+        (run_small_ulysses, "pl", "wait", 1),
+        (run_small_ulysses, "mbarrier", "wait", 2),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
@@ -137,3 +145,45 @@ def test_a_signal_before_the_data_is_found():
 
     for run in (run_two_shot, run_landed, run_parcels):
         assert goes_wrong(run, range(12), 3, 32, 16, 16, broken=broken), run
+
+
+def waiting_for(group_of):
+    """A fault: a loader waits for group_of(group) in the place of a task's group."""
+
+    def broken(functions):
+        whole = functions["pl"].wait
+
+        def wait(pointer, wanted, world):
+            group, source = divmod(pointer.offset, world.size - 1)
+            pointer.offset = group_of(group) * (world.size - 1) + source
+            whole(pointer, wanted, world)
+
+        functions["pl"].wait = wait
+
+    return broken
+
+
+def to_the_next_rank(functions):
+    """A fault: results go to the rank behind the one of their queries."""
+    functions["pl"].peer = lambda pointer, rank, world: pointer.of((rank + 1) % world.size)
+
+
+def for_the_first_peer(functions):
+    """A fault: a loader waits for the group of one peer alone."""
+    whole = functions["pl"].wait
+    functions["pl"].wait = lambda p, wanted, world: p.offset % (world.size - 1) or whole(p, wanted, world)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"broken": waiting_for(lambda group: 0)},
+        {"broken": waiting_for(lambda group: max(group - 1, 0))},
+        {"broken": for_the_first_peer},
+        {"broken": to_the_next_rank},
+        {"meets": False},
+    ],
+    ids=["the first group", "the group before", "one peer", "the wrong rank", "no meeting"],
+)
+def test_faults_in_ulysses_are_found(options):
+    assert goes_wrong(run_small_ulysses, range(24), 3, 16, 0, 0, **options)

@@ -7,7 +7,7 @@
 "SDPA alone" is torch's attention over this rank's heads, whose positions are all there already, in the backend that
 torch chooses. It exchanges nothing, so its result is not checked. "NCCL + SDPA" exchanges heads with NCCL's all-to-all,
 which needs permuted copies before and behind it. Variants named "captured" are replayed. All variants of a case run in
-the same job. Further settings of "push" and of "copy" are there to be compared.
+the same job. Further settings of "push", "copy" and "gluon" are there to be compared.
 
 128/128 heads: of queries and of keys, 128 elements each.
 """
@@ -38,6 +38,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt copy, 8 heads a group": {"mode": "copy", "heads": 8},
     "pkt copy, 16 heads a group": {"mode": "copy", "heads": 16},
     "pkt copy, 32 heads a group": {"mode": "copy", "heads": 32},
+    "pkt gluon": {"mode": "gluon"},
+    "pkt gluon, symmetric out": {"mode": "gluon", "symmetric": True},
+    "pkt gluon, 4 heads a group": {"mode": "gluon", "heads": 4},
     "pkt push": {"mode": "push"},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True},
     "pkt push, 8 programs push": {"mode": "push", "num_comm_sms": 8},
@@ -54,11 +57,12 @@ QUICK: dict[str, dict[str, Any]] = {
     "pkt push": {"mode": "push", "tiles": (16, 16)},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True, "tiles": (16, 16)},
 }
+CAPTURED = ("pkt push", "pkt copy", "pkt gluon")
 BASELINES = ("SDPA alone", "NCCL + SDPA")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt push, captured", "pkt copy, captured", *PLAIN]
+    return list(QUICK) if device == "cpu" else [*BASELINES, *(f"{name}, captured" for name in CAPTURED), *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -96,7 +100,7 @@ def case(world: Any, h: int, kv: int, S: int, D: int) -> Case:
     runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
         runs |= {"SDPA alone": _alone(S, held, D, device), "NCCL + SDPA": lambda: _with_nccl(q, k, v, held, size)}
-        runs |= {f"{name}, captured": captured(runs[name]) for name in ("pkt push", "pkt copy")}
+        runs |= {f"{name}, captured": captured(runs[name]) for name in CAPTURED}
     sent = 2 * q.nbytes + (k.nbytes + v.nbytes) * held.repeats
     return Case(
         nbytes=(size - 1) / size * sent,

@@ -37,7 +37,10 @@ from ..shared.grid import num_programs
 from ..shared.products import fitting
 from ..shared.tile_attention import LN2, blocks, interval
 from .kernel import Attention, num_pieces, piece, visit
-from .planning import GLUON_TILES, Plan, documents, sizes
+from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
+from .sequence import parts as parts_of
+from .sequence import pieces
+from .turns import heads_together, task_costs
 
 STAGES = 2
 """Slots for keys, and as many for values."""
@@ -541,6 +544,14 @@ def gluon_attention_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------------- host
+def costs_of_queries(call: Call, plan: Plan) -> list[float]:
+    """What the tasks of a head of queries cost, in their order."""
+    s, layout, size = call["s"], call["layout"], call.world.size
+    queries = pieces(s, layout, call.world.rank, size, GLUON_TILES.block_m)[::-1]
+    keys = [part for rank in range(size) for part in parts_of(s, layout, rank, size)]
+    return task_costs(call, queries, keys, plan.view, GLUON_ROWS)
+
+
 def planned_attention(call: Call, plan: Plan, *inboxes: SymmetricTensor) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse). inboxes: of keys and values, as `planning.windows` has them, and the
     counters, `Attention`'s ready_ptr; none on one rank."""
@@ -564,11 +575,10 @@ def planned_attention(call: Call, plan: Plan, *inboxes: SymmetricTensor) -> Laun
     ready = inboxes[2] if inboxes else None
     spans_of = documents(call)
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "WAY": tl.constexpr("copied")}
-    tasks, group = b * h * plan.blocks, h // g
+    group, programs = h // g, num_programs(world, b * h * plan.blocks)
     near = max(NEAR // (2 * world.size * s * d * call.dtype.itemsize), 1) * group
-    start = cooperative_launch(
-        world, gluon_attention_kernel, (num_programs(world, tasks),), STAGES=STAGES, num_warps=CONSUMER_WARPS
-    )
+    together = heads_together(costs_of_queries(call, plan), b * h, near, programs, group)
+    start = cooperative_launch(world, gluon_attention_kernel, (programs,), STAGES=STAGES, num_warps=CONSUMER_WARPS)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
@@ -578,7 +588,7 @@ def planned_attention(call: Call, plan: Plan, *inboxes: SymmetricTensor) -> Laun
         p = Attention(**{**same, **of_call, "ready_ptr": ready})
         q_rows.base, own[0].base, own[1].base = fitted(q, k, v)
         try:
-            start(q_rows, *own, *theirs, p, near, world.device)
+            start(q_rows, *own, *theirs, p, together, world.device)
         finally:
             q_rows.base = own[0].base = own[1].base = None
         return out, lse

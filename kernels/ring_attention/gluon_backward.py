@@ -16,18 +16,16 @@ from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.grid import num_programs
 from ..shared.products import fitting
 from .backward import Backward
-from .gluon import NEAR
+from .gluon import NEAR, costs_of_queries
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
 from .planning import GLUON_ROWS, Plan
 from .sequence import parts as parts_of
 from .sequence import pieces
-from .turns import blocks_seen, heads_together
+from .turns import heads_together, task_costs
 
 STAGES = 4
 """Slots for blocks of keys and as many for values, or of queries and of dout."""
-TASK = 3.0
-"""Blocks of queries that take as long as the beginning and the end of a task of dk and dv."""
 
 
 def num_places(call: Call) -> int:
@@ -36,13 +34,11 @@ def num_places(call: Call) -> int:
 
 
 def costs_of_keys(call: Call, plan: Plan) -> list[float]:
-    """What the tasks of dk and dv of a head cost, in blocks of queries, in their order: the ranks' keys take turns, own
-    ones last. With documents, which are known on the device alone, each costs as much."""
+    """What the tasks of dk and dv of a head cost, in their order: the ranks' keys take turns, own ones last."""
     s, layout, rank, size = call["s"], call["layout"], call.world.rank, call.world.size
-    mine, group = parts_of(s, layout, rank, size), call["h"] // call["g"]
     keys = [pieces(s, layout, (rank - distance) % size, size, 2 * GLUON_ROWS) for distance in (*range(1, size), 0)]
-    seen = blocks_seen([piece for turn in zip(*keys) for piece in turn], mine, plan.view, GLUON_ROWS)
-    return [TASK + group * (1 if call["cu_seqlens"] is not None else count) for count in seen]
+    order, mine = [piece for turn in zip(*keys) for piece in turn], parts_of(s, layout, rank, size)
+    return task_costs(call, order, mine, plan.view.turned, GLUON_ROWS, call["h"] // call["g"])
 
 
 def planned_gradients(call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], parts: int) -> Callable[..., None]:
@@ -66,20 +62,21 @@ def planned_gradients(call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor]
     theirs = [lasts(rows(x.plain(), (world.size - 1) * b, g)) for x in inboxes] or lent[2:]
     places = num_places(call)
     numbers = descriptor(torch.empty(2 * b * h * places, dtype=torch.float32, device="meta"), (GLUON_ROWS,))
-    near, group = NEAR // (2 * s * d * call.dtype.itemsize), h // g  # near: heads
+    group, near = h // g, NEAR // (2 * s * d * call.dtype.itemsize)  # near: heads
     options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     programs = num_programs(world, b * h * plan.blocks)
     of_queries = cooperative_launch(world, gluon_dq_kernel, (programs,), **options)
+    of_dq = heads_together(costs_of_queries(call, plan), b * h, max(near // world.size, 1) * group, programs, group)
     programs = num_programs(world, world.size * b * -(-parts // 2))
     of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)
-    together = heads_together(costs_of_keys(call, plan), b * g, max(near // group, 1), programs)
+    of_dkv = heads_together(costs_of_keys(call, plan), b * g, max(near // group, 1), programs)
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, p: Backward) -> None:
         for one, x in zip((*lent, numbers), (*fitted(q, dout, k, v), p.rows_ptr)):
             one.base = x
         try:
-            of_queries(*lent, *theirs, p, max(near // world.size, 1) * group, world.device)
-            of_keys(*lent[:2], numbers, *lent[2:], *theirs, p._replace(BLOCK_M=p.BLOCK_N), together, world.device)
+            of_queries(*lent, *theirs, p, of_dq, world.device)
+            of_keys(*lent[:2], numbers, *lent[2:], *theirs, p._replace(BLOCK_M=p.BLOCK_N), of_dkv, world.device)
         finally:
             for one in (*lent, numbers):
                 one.base = None

@@ -42,6 +42,11 @@ class View(NamedTuple):
     right: int
     length: int
 
+    @property
+    def turned(self) -> View:
+        """The queries that see a key."""
+        return View(self.right, self.left, self.length)
+
 
 def parts(rows: int, layout: str, rank: int, size: int) -> list[Part]:
     """The parts that `rank` holds."""

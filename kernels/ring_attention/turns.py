@@ -11,31 +11,46 @@ from collections.abc import Sequence
 
 import torch
 
+from ..declaration import Call
 from .sequence import Part, View
 
 EVEN = 1.02
 """The work of the program that has the most, of the mean, which is even enough."""
-CHOICES = 16
+CHOICES = 32
 """Numbers of heads that are compared."""
+TASK = 3.0
+"""Blocks that take as long as the beginning and the end of a task."""
 
 
-def blocks_seen(keys: Sequence[Part], queries: Sequence[Part], view: View, rows: int) -> list[int]:
-    """For each piece of keys, blocks of so many rows in which queries of some parts see one of its keys."""
+def blocks_seen(pieces: Sequence[Part], others: Sequence[Part], view: View, rows: int) -> list[int]:
+    """For each piece of queries, blocks of so many rows of other parts, of keys, in which a key is seen by one of its
+    queries. With `view.turned` the pieces are of keys, and the other parts of queries."""
     found = []
-    for piece in keys:
+    for piece in pieces:
         end = min(piece.position + piece.rows, view.length)
-        low = max(piece.position - view.right, 0)
-        high = min(end + view.left, view.length) if end > piece.position else low
-        seen = (min(high, p.position + p.rows) - max(low, p.position) for p in queries)
+        low = max(piece.position - view.left, 0)
+        high = min(end + view.right, view.length) if end > piece.position else low
+        seen = (min(high, p.position + p.rows) - max(low, p.position) for p in others)
         found.append(sum(-(-max(count, 0) // rows) for count in seen))
     return found
 
 
-def heads_together(costs: Sequence[float], heads: int, least: int, programs: int) -> int:
-    """The fewest heads from `least` on that spread the work evenly, or the most even number of those compared. costs:
-    of the tasks of each head, in their order."""
-    least = min(least, heads)
-    choices = [*range(least, heads, max((heads - least) // CHOICES, 1)), heads]
+def task_costs(
+    call: Call, pieces: Sequence[Part], others: Sequence[Part], view: View, rows: int, heads: int = 1
+) -> list[float]:  # fmt: skip
+    """What the tasks of a head cost, one for each of `pieces`, in blocks of so many rows, of so many heads of others.
+    With documents, which are known on the device alone, each costs as much."""
+    known = call["cu_seqlens"] is None
+    seen = blocks_seen(pieces, others, view, rows) if known else [1] * len(pieces)
+    return [TASK + heads * count for count in seen]
+
+
+def heads_together(costs: Sequence[float], heads: int, near: int, programs: int, unit: int = 1) -> int:
+    """How many heads at a time spread the work evenly: `near`, whose operands stay in the L2 cache, or else the fewest
+    multiples of `unit`, or else the most even number of those compared. costs: of the tasks of each head, in their
+    order."""
+    near = min(near, heads)
+    choices = [near, *range(unit, heads, max(heads // unit // CHOICES, 1) * unit), heads]
     uneven = []
     for together in choices:
         uneven.append(_most(costs, heads, together, programs))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +29,9 @@ from ..declaration import Call, Launch
 from ..ring_attention.exact import view_of
 from ..ring_attention.gluon import NEAR, REGISTERS, STAGES, Heads, Job, attend, load, open_memory
 from ..ring_attention.kernel import Attention
-from ..ring_attention.planning import GLUON_TILES, Plan, documents, sizes
+from ..ring_attention.planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
+from ..ring_attention.sequence import parts, pieces
+from ..ring_attention.turns import heads_together, task_costs
 from ..shared import copies
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
@@ -117,15 +118,18 @@ def planned_heads(call: Call) -> Launch:
         lasts(descriptor(x.plain().view((size - 1) * b, s, -1), (1, blocks[name], d))) for name, x in inboxes.items()
     ]  # fmt: skip
     view = view_of(s, size, call["causal"], call["window"], None)
-    tasks = b * held.queries * size * triton.cdiv(s, GLUON_TILES.block_m)
+    queries = [piece for r in range(size) for piece in pieces(s, "contiguous", r, size, GLUON_TILES.block_m)][::-1]
+    programs = num_programs(world, b * held.queries * len(queries))
     plan = Plan(view, False, GLUON_TILES, WHOLE, [], 0, [])
     constants = {"H": held.queries, "KV": held.keys, "WAY": "copied"}
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "ready_ptr": counters}
     same |= {name: tl.constexpr(x) for name, x in constants.items()}
     near = max(NEAR // (2 * size * s * d * itemsize), 1) * held.sharing
-    spans_of, together = documents(call), min(near, each)
+    costs = task_costs(call, queries, parts(size * s, "contiguous", 0, 1), view, GLUON_ROWS)
+    together = heads_together(costs, b * held.queries, min(near, each), programs, held.sharing)
+    spans_of = documents(call)
     options = {"GROUP": each, "REPEATS": held.repeats, "STAGES": STAGES, "num_warps": CONSUMER_WARPS}
-    start = cooperative_launch(world, gluon_heads_kernel, (num_programs(world, tasks),), **options)
+    start = cooperative_launch(world, gluon_heads_kernel, (programs,), **options)
     meet = copies.meeting(world)
 
     def launch(

@@ -61,8 +61,6 @@ from .local import Local
 CALL = "ulysses_attention"
 NUM_COMM_SMS = 16
 CHUNK = 512
-GROUPS = 8
-"""Groups of heads on each rank, by default, where there are so many heads."""
 REGISTERS = 1 << 16
 """Of an SM, on which one program runs."""
 
@@ -119,10 +117,10 @@ def ulysses_attention(
         p - left to p + right; -1 for no limit on a side.
     scale: of the scores, a positive number; 1 / sqrt(D) where None.
 
-    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy" and
-    "unfused" with the least predicted time (kernels/ulysses_attention/rules.py); with cu_seqlens or window "unfused";
-    where `heads` is given "copy". "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2
-    ranks or more.
+    mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy", "gluon"
+    and "unfused" with the least predicted time (kernels/ulysses_attention/rules.py). With cu_seqlens or window "gluon",
+    or "unfused" where that does not run; where `heads` is given "copy". "gluon" takes bf16 and fp16, and D of 64 and
+    128; on sm_90, with Triton 3.6, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
     divisor or a multiple of those that share a head of keys there. By default in "push" and "gluon" as few as make 8
     groups, in "copy" the number with the least predicted time.
@@ -132,9 +130,8 @@ def ulysses_attention(
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. In "copy" and "unfused" without cu_seqlens and windows this is up to torch. A row that sees no
-    key is 0. Returns `out`,
-    complete; the operands may be overwritten at once. Tensors may have any strides. It
-    has run on 2 and 4 GPUs.
+    key is 0. Returns `out`, complete; the operands may be overwritten at once. Tensors may have any strides. It
+    has run on 2 and 4 GPUs, "gluon" on 2.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
     of q for the result, which in "copy" and "gluon" a symmetric `out` saves. Raises ShapeError, DtypeError,
@@ -152,14 +149,6 @@ def _shape(call: Call) -> tuple[int, ...]:
         wanted = f"a number of heads that {call.world.size} ranks divide"
         raise ShapeError.argument(call.name, "q", tuple(call["q"].shape), wanted, call.world.rank)
     return shape
-
-
-def default_heads(call: Call) -> int:
-    """As few heads a group as make at most GROUPS groups."""
-    if not call["h"]:
-        return 1
-    held = heads_of(call["h"], call["g"], call.world.size)
-    return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and is_group(n, held))
 
 
 def default_tiles(call: Call) -> attention.Tiles:
@@ -340,7 +329,7 @@ OPERATOR = Operator(
             _push, "some programs push groups of heads, the others attend to those that have arrived",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, small=SMALL,
             settings={
-                "num_comm_sms": NUM_COMM_SMS, "heads": default_heads, "chunk": CHUNK, "tiles": default_tiles,
+                "num_comm_sms": NUM_COMM_SMS, "heads": rules.pushed_heads, "chunk": CHUNK, "tiles": default_tiles,
             },
         ),
         "copy": Form(
@@ -351,7 +340,7 @@ OPERATOR = Operator(
         "gluon": Form(
             in_one_call(_gluon), "copies as in `copy`; one kernel in specialised warps attends and stores home",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, fits=rules.fits_gluon, gpu=True,
-            settings={"heads": default_heads},
+            settings={"heads": rules.pushed_heads},
         ),
         "unfused": Form(
             _unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",

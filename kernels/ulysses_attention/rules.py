@@ -15,8 +15,11 @@ from ..declaration import Call
 from ..ring_attention.rules import lacks_gluon
 from .heads import heads_of, is_group
 
-ATTENTION = 650e12
-"""FLOP a second of torch's attention with D = 128 in bf16 on one H200, where all SMs are busy."""
+ATTENTION, GLUON = 650e12, 635e12
+"""FLOP a second of torch's attention, and of the Gluon kernel's, with D = 128 in bf16 on one H200, where all SMs are
+busy."""
+GROUPS = 8
+"""Groups of heads on each rank in "push" and "gluon", where there are so many heads."""
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 STAGE = 10e-6
@@ -29,6 +32,12 @@ def _attention(call: Call, heads: int) -> float:
     one = 4 * BLOCK_M * S * call["d"] / (ATTENTION / H200.sms)
     whole = waves(call["b"] * heads * math.ceil(S / BLOCK_M), one, H200.sms)
     return whole / 2 if call["causal"] else whole
+
+
+def _flops(call: Call, heads: int) -> float:
+    """Of so many heads of whole sequences."""
+    S = call.world.size * call["s"]
+    return 4 * call["b"] * heads * S * S * call["d"] / (2 if call["causal"] else 1)
 
 
 def _copies(call: Call, *heads: int) -> float:
@@ -57,8 +66,26 @@ def seconds_unfused(call: Call) -> float:
     return H200.launch + moved + _attention(call, held.queries)
 
 
+def seconds_gluon(call: Call) -> float:
+    """Of "gluon": the exchange of the first group, and attention or the other exchanges."""
+    held, n = heads_of(call["h"], call["g"], call.world.size), pushed_heads(call)
+    groups, keys = held.queries // n, max(n // held.sharing, 1)
+    there = _copies(call, n, keys, keys)
+    attention = _flops(call, held.queries) / GLUON
+    home = 2 * call["q"].numel() * call.dtype.itemsize / H200.memory
+    return H200.launch + there + max(attention, (groups - 1) * there) + home + H200.barrier
+
+
+def pushed_heads(call: Call) -> int:
+    """As few heads a group as make at most GROUPS groups."""
+    if not call["h"]:
+        return 1
+    held = heads_of(call["h"], call["g"], call.world.size)
+    return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and is_group(n, held))
+
+
 def default_heads(call: Call) -> int:
-    """The groups with the least predicted time."""
+    """The groups of "copy" with the least predicted time."""
     if not call["q"].numel():
         return 1
     held = heads_of(call["h"], call["g"], call.world.size)
@@ -71,10 +98,16 @@ def fits_gluon(call: Call) -> str:
 
 
 def default(call: Call) -> str:
-    """The form with the least predicted time. "copy" where `heads` is given, "unfused" with documents and windows,
-    whose time no prediction knows."""
+    """The form with the least predicted time. "copy" where `heads` is given. With documents and windows, whose time no
+    prediction knows, "gluon" if it can run the call, else "unfused"."""
     if "heads" in call.given:
         return "copy"
-    if not call["q"].numel() or call["cu_seqlens"] is not None or call["window"] is not None:
+    if not call["q"].numel():
         return "unfused"
-    return "copy" if seconds_copied(call, default_heads(call)) < seconds_unfused(call) else "unfused"
+    own = not fits_gluon(call)
+    if call["cu_seqlens"] is not None or call["window"] is not None:
+        return "gluon" if own else "unfused"
+    predicted = {"copy": seconds_copied(call, default_heads(call)), "unfused": seconds_unfused(call)}
+    if own:
+        predicted["gluon"] = seconds_gluon(call)
+    return min(predicted, key=lambda form: predicted[form])

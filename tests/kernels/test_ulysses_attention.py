@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pkt
 from pkt.kernels.declaration import Call
 from pkt.kernels.ring_attention import forms as ring
+from pkt.kernels.ring_attention import rules as ring_rules
 from pkt.kernels.ulysses_attention import forms, groups, local, rules
 from pkt.kernels.ulysses_attention.heads import heads_of, is_group
 from tests.kernels.helpers import UNIT, on_ranks
@@ -114,7 +115,7 @@ def test_groups_by_default() -> None:
     for heads, kv_heads, group in ((128, 128, 8), (64, 8, 4), (8, 8, 1), (24, 2, 2), (26, 26, 13)):
         call = Call("", SimpleNamespace(size=2), {}, {}, {}, None)
         call.sizes = {"h": heads, "g": kv_heads}
-        assert forms.default_heads(call) == group
+        assert rules.pushed_heads(call) == group
 
 
 # -------------------------------------------------------------------------------------------------------- results
@@ -122,7 +123,11 @@ def planned(size: int, heads: int, kv_heads: int, positions: int, **arguments: A
     """A call in bf16 with D = 128, of `positions` in all."""
     q = torch.empty(1, positions // size, heads, 128, dtype=torch.bfloat16, device="meta")
     named = {"causal": False, "window": None, **arguments}
-    call = Call("", SimpleNamespace(size=size), {"q": q, "cu_seqlens": named.pop("cu_seqlens", None)}, named, {}, None)
+    world, tensors = (
+        SimpleNamespace(size=size, torch_device="cpu"),
+        {"q": q, "cu_seqlens": named.pop("cu_seqlens", None)},
+    )
+    call = Call("", world, tensors, named, {}, None)  # type: ignore[arg-type]
     call.sizes = {"b": 1, "s": positions // size, "h": heads, "g": kv_heads, "d": 128}
     return call
 
@@ -142,6 +147,17 @@ def test_the_form_by_default() -> None:
     assert (rules.default(empty), rules.default_heads(empty)) == ("unfused", 1)
     empty.given["heads"] = 2
     assert rules.default(empty) == "copy"
+
+
+def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was measured on 2 H200, but for causal attention, whose tasks were spread less evenly then."""
+    monkeypatch.setattr(ring_rules, "missing_anywhere", lambda world: "")
+    for named in ({"cu_seqlens": ENDS}, {"window": (9, 0)}):
+        assert rules.default(planned(2, 32, 8, 32768, causal=True, **named)) == "gluon"
+        assert rules.default(planned(1, 32, 8, 32768, causal=True, **named)) == "unfused"
+    assert rules.default(planned(2, 128, 128, 16384)) == "gluon"
+    assert rules.default(planned(2, 128, 128, 65536)) == "copy"
+    assert rules.default(planned(8, 64, 8, 1024)) == "unfused"
 
 
 @pytest.mark.parametrize("keywords", [SMALL, COPY, {"mode": "unfused"}], ids=["push", "copy", "unfused"])

@@ -19,8 +19,9 @@ from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
+from pkt.simulate.chosen import chooses, chosen
 from pkt.simulate.loops import POLL, HostLoop, Slice
-from pkt.simulate.memory import Place, Strided, Unmapped
+from pkt.simulate.memory import Access, Place, Scattered, Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.sites import host_state
 from pkt.simulate.tasks import Host
@@ -43,8 +44,7 @@ _CHANGES = frozenset(
     "__ilshift__ __irshift__".split()
 )
 _WORDS = 4096  # bytes that a poll of host code reads at most
-# Parts of the names of torch functions that read or write chosen elements only: the race detector cannot tell which.
-_SOME_ELEMENTS = ("index", "gather", "scatter", "take", "masked", "__getitem__", "put_")
+_BASIC = (int, slice, type(None), type(...), np.integer)  # such indices make a view; a bool does not
 _HOST_READS = Slice((), frozenset(), (), frozenset())
 
 
@@ -59,9 +59,9 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def accesses(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the torch function `name` may read or write elements of its arguments."""
-    if name == "__getitem__":  # a view, unless it is indexed by a tensor, a list or an array
+    if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(i, (torch.Tensor, np.ndarray, list)) for i in index)
+        return any(isinstance(i, bool) or not isinstance(i, _BASIC) for i in index)
     if name in _NO_ACCESS_CONTIGUOUS and args and isinstance(args[0], torch.Tensor) and "memory_format" not in kwargs:
         with torch._C.DisableTorchFunctionSubclass():
             return not args[0].is_contiguous()
@@ -163,8 +163,8 @@ class Stream:
                 m.pause()
             with torch._C.DisableTorchFunctionSubclass():
                 written = self._written(name, args, kwargs)
-                if m.races and not any(part in name for part in _SOME_ELEMENTS):
-                    self._record(name, args, tensors, written)
+                if m.races:
+                    self._record(name, args, kwargs, tensors, written)
                 if not written:  # on a GPU some of these wait for the result
                     m.settle()
                 self._polled(task, name, [] if written else tensors)
@@ -188,21 +188,30 @@ class Stream:
     @staticmethod
     def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         written = list(tensors_in([kwargs.get("out")]))
-        changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
-        if changes and args and isinstance(args[0], torch.Tensor):
-            written.append(args[0])
+        changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES or kwargs.get("inplace")
+        if changes:  # one tensor, or the list of a `_foreach` function
+            written += tensors_in((*args, *kwargs.values())[:1])
         return written
 
-    def _record(self, name: str, args: tuple, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    def _record(self, name: str, args: tuple, kwargs: dict[str, Any], tensors: list, written: list) -> None:
+        first = next(iter((*args, *kwargs.values())))
         for tensor in tensors:
-            writes = any(tensor is other for other in written)
-            if name == "__setitem__" and writes:
-                tensor = tensor[args[1]]
-            access = self._access(tensor)
-            if access is not None and writes:
+            some = tensor is first and chooses(name)
+            access = self._some(tensor, name, args, kwargs) if some else self._access(tensor)
+            if access is not None and any(tensor is other for other in written):
                 self.m.device.detector.write(access, "store", is_async=False)
             elif access is not None:
                 self.m.device.detector.read(access, "load")
+
+    def _some(self, tensor: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> Access | None:
+        """The part of the heap that a torch function chooses from `tensor`, its first argument."""
+        if name == "__setitem__" and not accesses("__getitem__", args, {}):  # of a view
+            return self._access(tensor[args[1]])
+        whole = self._access(tensor)
+        if whole is None:
+            return None
+        offsets = whole.place.offset + chosen(tensor, name, args, kwargs)
+        return Scattered(whole.region, offsets, whole.itemsize) if offsets.size else None
 
     def _access(self, tensor: torch.Tensor) -> Strided | None:
         """The part of the heap that a tensor lies on; None for other memory."""

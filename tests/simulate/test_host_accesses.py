@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pkt
 import pkt.language as pl
@@ -114,6 +116,120 @@ def test_the_host_races_only_where_the_bytes_are_the_same() -> None:
         assert x.shape == (8,)
 
     assert failures(apart, 2, SEEDS) == {}
+
+
+THIRD = torch.tensor([3])
+IS_THIRD = torch.arange(8) == 3
+CHOSEN_WRITES: dict[str, Callable[[Any], Any]] = {
+    "x[tensor] = v": lambda x: x.__setitem__(THIRD, 1.0),
+    "x[list] += v": lambda x: x.__setitem__([3], x[[3]] + 1.0),
+    "x[array] = v": lambda x: x.__setitem__(np.array([3]), 1.0),
+    "x[mask] = v": lambda x: x.__setitem__(IS_THIRD, 1.0),
+    "scatter_": lambda x: x.scatter_(0, THIRD, torch.ones(8)),
+    "scatter_(dim=)": lambda x: x.scatter_(index=THIRD, dim=-1, value=1.0),
+    "scatter_add_": lambda x: x.scatter_add_(0, THIRD, torch.ones(8)),
+    "scatter_reduce_": lambda x: x.scatter_reduce_(0, THIRD, torch.ones(8), "amax"),
+    "index_put_": lambda x: x.index_put_((THIRD,), torch.ones(1), accumulate=True),
+    "index_add_": lambda x: x.index_add_(0, THIRD, torch.ones(1), alpha=2.0),
+    "index_copy_": lambda x: x.index_copy_(0, THIRD, torch.ones(1)),
+    "index_fill_": lambda x: x.index_fill_(0, THIRD - 8, 1.0),
+    "index_reduce_": lambda x: x.index_reduce_(0, THIRD, torch.ones(1), "amax"),
+    "masked_fill_": lambda x: x.masked_fill_(IS_THIRD, 1.0),
+    "masked_scatter_": lambda x: x.masked_scatter_(IS_THIRD, torch.ones(1)),
+    "put_": lambda x: x.put_(THIRD, torch.ones(1)),
+    "of a view": lambda x: x.view(2, 4).t().masked_fill_(IS_THIRD.view(2, 4).t(), 1.0),
+    "gather(out=)": lambda x: torch.gather(torch.ones(8), 0, THIRD, out=x[3:4]),
+}
+CHOSEN_READS: dict[str, Callable[[Any], Any]] = {
+    "x[tensor]": lambda x: x[THIRD],
+    "x[range]": lambda x: x[range(3, 4)],
+    "x[mask]": lambda x: x[IS_THIRD],
+    "x[i, tensor]": lambda x: x.view(2, 4)[0, THIRD],
+    "x[:, None, tensor]": lambda x: x.view(1, 8)[:, None, THIRD],
+    "gather": lambda x: x.gather(0, THIRD),
+    "gather(input=)": lambda x: torch.gather(input=x, dim=0, index=THIRD),
+    "index_select": lambda x: x.view(2, 4).index_select(1, THIRD)[0],
+    "masked_select": lambda x: x.masked_select(IS_THIRD),
+    "take": lambda x: x.take(THIRD - 8),
+    "take_along_dim": lambda x: torch.take_along_dim(x, THIRD),
+    "peer": lambda x: x.peer((x.world.rank + 2) % 3)[THIRD],
+}
+WHOLE_WRITES: dict[str, Callable[[Any], Any]] = {
+    "inplace=": lambda x: torch.nn.functional.relu(x, inplace=True),
+    "dropout": lambda x: torch.nn.Dropout(0.5, inplace=True)(x),
+    "_foreach": lambda x: torch._foreach_add_([torch.ones(2), x], 1.0),
+    "nn.init": lambda x: torch.nn.init.uniform_(x),
+}
+WHOLE_READS: dict[str, Callable[[Any], Any]] = {
+    "a source": lambda x: torch.ones(8).masked_scatter_(IS_THIRD, x),
+    "a value": lambda x: torch.ones(8).index_put_((torch.arange(8),), x),
+    "masked_fill": lambda x: x.masked_fill(IS_THIRD, 1.0),
+    "scatter": lambda x: x.scatter(0, THIRD, 1.0),
+    "x[True]": lambda x: x[True],
+}
+
+
+@pytest.mark.parametrize("how", CHOSEN_WRITES)
+def test_a_write_by_an_index_or_a_mask_is_one_of_these_elements(how: str) -> None:
+    assert_found(read_peer, CHOSEN_WRITES[how], "store", 2)
+    assert failures(beside, 2, SEEDS, args=(read_peer, CHOSEN_WRITES[how])) == {}
+
+
+@pytest.mark.parametrize("how", CHOSEN_READS)
+def test_a_read_by_an_index_or_a_mask_is_one_of_these_elements(how: str) -> None:
+    ranks = 3 if how == "peer" else 2
+    assert_found(write_peer, CHOSEN_READS[how], "load", ranks)
+    assert failures(beside, ranks, SEEDS, args=(write_peer, CHOSEN_READS[how])) == {}
+
+
+def beside(world: Any, kernel: Any, touch: Any) -> None:
+    """Host code touches x[3] while peers' kernels use x[0] and x[1] only."""
+    x, out = pkt.zeros(8), torch.zeros(8)
+    kernel[(1,)](*((x, out) if kernel is read_peer else (x,)), world.device, 2)
+    touch(x)
+
+
+@pytest.mark.parametrize("how", WHOLE_WRITES)
+def test_a_write_of_a_tensor_in_a_list_or_in_place_by_an_argument_is_found(how: str) -> None:
+    assert_found(read_peer, WHOLE_WRITES[how], "store", 2)
+
+
+@pytest.mark.parametrize("how", WHOLE_READS)
+def test_an_operand_that_no_index_chooses_from_is_read_as_a_whole(how: str) -> None:
+    assert_found(write_peer, WHOLE_READS[how], "load", 2)
+
+
+def test_a_view_by_an_index_tensor_and_a_wrong_index_are_no_access() -> None:
+    def main(world: Any) -> None:
+        x = pkt.empty(8)
+        theirs = x.peer(1 - world.rank)
+        if world.rank == 0:
+            theirs.fill_(1.0)
+        else:
+            assert x[torch.tensor(3)].shape == ()
+            with pytest.raises(IndexError, match="index 8 is out of bounds"):
+                x[torch.tensor([8])]
+            assert x[torch.tensor([], dtype=torch.int64)].shape == (0,)
+
+    assert failures(main, 2, SEEDS) == {}
+
+
+def test_the_elements_of_an_index_are_found_in_no_mode_of_the_caller() -> None:
+    def main(world: Any) -> int:
+        x = pkt.zeros(8)
+        with Counting() as counting:
+            x[THIRD]
+        return counting.calls
+
+    assert pkt.launch(main, ranks=2, device="cpu") == [1, 1]
+
+
+class Counting(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 @triton.jit

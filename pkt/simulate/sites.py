@@ -9,6 +9,7 @@ import sys
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -17,7 +18,9 @@ from pkt.simulate.faults import Site
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
 _RUNTIME = os.path.join(os.path.dirname(_HERE), "runtime")
-_BELOW = (_HERE, _RUNTIME, *(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch)))
+_STANDARD, *_OTHERS = (os.path.dirname(os.path.abspath(str(module.__file__))) for module in (os, np, torch, triton))
+_BELOW = (_HERE, _RUNTIME, *_OTHERS)
+_INSTALLED = "site-packages", "dist-packages"  # folders of the standard library that are not part of it
 _USER, _PKT, _MACHINERY = range(3)
 _LIBRARIES = ("pkt.", "triton.", "torch.")  # their modules' names begin so
 
@@ -27,7 +30,9 @@ class _Kinds(dict[str, int]):
 
     def __missing__(self, file: str) -> int:
         path = os.path.abspath(file)
-        self[file] = kind = _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith(_BELOW) else _USER
+        standard = path.startswith(_STANDARD) and not any(folder in path for folder in _INSTALLED)
+        machinery = standard or path.startswith(_BELOW)
+        self[file] = kind = _PKT if path.startswith(_LANGUAGE) else _MACHINERY if machinery else _USER
         return kind
 
 
@@ -78,9 +83,14 @@ def in_user_code() -> bool:
     return _kinds[sys._getframe(2).f_code.co_filename] == _USER
 
 
+def _of_library(frame: Any) -> bool:
+    """Whether the frame's code is of pkt, torch or triton."""
+    return frame.f_globals.get("__name__", "").startswith(_LIBRARIES)
+
+
 def in_host_code() -> bool:
     """Whether a function of pkt, whose hook asks, was called by code outside of pkt, torch and triton."""
-    return not sys._getframe(3).f_globals.get("__name__", "").startswith(_LIBRARIES)
+    return not _of_library(sys._getframe(3))
 
 
 def unused() -> bool:
@@ -118,7 +128,7 @@ def host_state(frame: Any) -> tuple:
     loop that ends by itself changes one of them."""
     found: list[Any] = []
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        if not _of_library(frame):
             found += frame.f_code, frame.f_lineno
             for value in frame.f_locals.values():
                 if isinstance(value, (bool, int, float, str)):
@@ -133,8 +143,9 @@ def host_call(frame: Any, launched: str = "") -> tuple[str, Site | None]:
     """The call of pkt that host code is in, innermost frame `frame`, and its line, as "ones()" and train.py:12. The
     line is None where the user's function has ended. launched: the kernel whose launch that is."""
     call = "host code"
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
-        call = f"{frame.f_code.co_name}()"
+    while frame is not None and (_of_library(frame) or _kinds[frame.f_code.co_filename] == _MACHINERY):
+        if _of_library(frame):
+            call = f"{frame.f_code.co_name}()"
         frame = frame.f_back
     call = "a torch function" if call == "__torch_function__()" else call
     call = f"the launch of {launched}" if launched else call

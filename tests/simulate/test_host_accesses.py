@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import pickle
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -384,3 +388,27 @@ def test_a_poll_on_the_host_orders_no_data() -> None:
     for failure in found.values():
         assert isinstance(failure, DataRace)
         assert "load of rank 1's x[0] by rank 1 host code" in str(failure)
+
+
+HELPERS: dict[str, Callable[[Any], Any]] = {
+    "copy": lambda x: copy.deepcopy(x),
+    "pickle": lambda x: pickle.dumps(x),
+    "statistics": lambda x: statistics.fmean(x),
+    "numpy": lambda x: np.testing.assert_array_equal(x, x),
+    "torch": lambda x: torch.testing.assert_close(x, x),
+}
+
+
+@pytest.mark.parametrize("how", HELPERS)
+def test_a_race_inside_a_helper_names_the_users_line(how: str) -> None:
+    assert_found(write_peer, HELPERS[how], "load", 2)
+
+
+def test_a_deadlock_inside_a_helper_names_the_users_line() -> None:
+    def main(world: Any) -> None:
+        if world.rank == 0:
+            with contextlib.ExitStack() as stack:
+                stack.callback(world.barrier)
+
+    for error in failures(main, 2, SEEDS).values():
+        assert "rank 0: in barrier() at test_host_accesses.py:" in str(error)

@@ -161,11 +161,11 @@ class SymmetricTensor(torch.Tensor):
         return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = self.plain().clone()
+        memo[id(self)] = copied = self.clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().clone().__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -192,6 +192,7 @@ def gradients(ctx: Any, needs: Sequence[bool], grads: tuple[Any, ...]) -> list[A
         each = [next(tensors) for _ in range(count)]
         saved[name] = each if listed else each[0]
     wanted = call.wanted(needs)
+    grads = tuple(None if grad is None else grad.resolve_neg() for grad in grads)  # products take no negative bit
     found = call.operator.backward.function(Recorded(call, saved, wanted, grads))  # type: ignore[union-attr]
     if missing := sorted(wanted - found.keys()):
         raise TypeError(f"{call.operator.name}: its backward function returned no gradient of {', '.join(missing)}")

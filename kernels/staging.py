@@ -2,7 +2,7 @@
 
 | tensor | what is made | kept |
 |---|---|---|
-| not contiguous | a contiguous copy | no |
+| not contiguous, or with torch's negative bit | a contiguous copy | no |
 | plain, and peers access it | a copy in the symmetric heap, for all calls of its size | as other buffers, see kept.py |
 | symmetric, not contiguous, and peers access it | the same | the same |
 
@@ -27,11 +27,12 @@ from .declaration import Call, Launch
 
 
 def contiguous(call: Call, written: str, but: Sequence[str] = ()) -> dict[str, Callable[[], torch.Tensor]]:
-    """In the place of operands that are not contiguous, contiguous ones in `call`; what makes them at each launch, by
-    name. but: operands that may have any strides. Raises ShapeError if elements of `written` share memory."""
+    """In the place of operands that are not contiguous, or whose memory holds the negated elements, others in `call`;
+    what makes them at each launch, by name. but: operands that may have any strides. Raises ShapeError if elements of
+    `written` share memory."""
     made: dict[str, Callable[[], torch.Tensor]] = {}
     for name, tensor in call.tensors.items():
-        if tensor is None or name in but or tensor.is_contiguous():
+        if tensor is None or (not tensor.is_neg() and (name in but or tensor.is_contiguous())):
             continue
         if name == written and torch._debug_has_internal_overlap(tensor) == 1:
             strides = f"{tuple(tensor.shape)} with strides {tuple(tensor.stride())}"

@@ -51,6 +51,9 @@ def check_tensor(
             else f"{name}.contiguous()"
         )  # fmt: skip
         raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {remedy}", world.rank)
+    if contiguous and tensor.is_neg():
+        found, remedy = "a tensor with torch's negative bit", "" if name == "out" else f": {name}.resolve_neg()"
+        raise DtypeError.argument(call, name, found, f"one without, as kernels do not see it{remedy}", world.rank)
     if tensor.device.type != world.torch_device.type:
         raise DtypeError.argument(
             call, name, f"a tensor on {tensor.device}", f"one on {world.torch_device.type}", world.rank

@@ -93,6 +93,16 @@ def test_tensors_that_are_not_dense() -> None:
     refused(pkt.DtypeError, f"bias: {found}: bias.to_dense()", "matmul_all_reduce", whole, whole, bias=bias)
 
 
+@pytest.mark.parametrize("name", ["a", "b", "out"])
+def test_a_product_of_a_tensor_with_torchs_negative_bit(name: str) -> None:
+    ones = torch.ones(2, 2)
+    tensors = {"a": ones, "b": ones, "out": ones.clone()}
+    tensors[name] = torch._neg_view(tensors[name])
+    remedy = "" if name == "out" else f": {name}.resolve_neg()"
+    wanted = f"{name}: found a tensor with torch's negative bit, wanted one without, as kernels do not see it{remedy}"
+    refused(pkt.DtypeError, wanted, "matmul_all_reduce", tensors["a"], tensors["b"], out=tensors["out"])
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)

@@ -154,3 +154,19 @@ def test_in_inference_mode() -> None:
                 assert pkt.all_reduce(x, mode="low_latency", world=world).eq(factor).all()
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_with_torchs_negative_bit(ranks: int) -> None:
+    """As the imaginary part of a conjugate has. With one element it is contiguous."""
+
+    def main(world: Any) -> None:
+        a, b = torch.ones(ranks, 4, requires_grad=True), torch.ones(4, 1)
+        y = pkt.matmul_reduce_scatter(a, b) if ranks > 1 else pkt.all_gather_matmul(a, b)
+        y.register_hook(lambda grad: seen.append(grad.is_neg()))
+        torch.complex(torch.zeros_like(y), y).conj().sum().imag.backward()
+        assert a.grad.tolist() == [[-1.0] * 4] * ranks
+
+    seen: list[bool] = []
+    pkt.launch(main, ranks=ranks, device="cpu")
+    assert seen == [True] * ranks

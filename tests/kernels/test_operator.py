@@ -269,6 +269,8 @@ KINDS = {  # how a tensor of these elements may lie in memory
     "transposed": lambda x: x.t().contiguous().t(),
     "every second": lambda x: torch.stack((x, x), -1)[..., 0],
     "symmetric, transposed": lambda x: pkt.empty(*x.t().shape, dtype=x.dtype).copy_(x.t()).t(),
+    "negative": lambda x: torch._neg_view(-x),
+    "symmetric, negative": lambda x: torch._neg_view(pkt.empty(*x.shape, dtype=x.dtype).copy_(-x)),
 }
 
 
@@ -292,7 +294,7 @@ def test_collectives_take_any_tensor(operator: Any) -> None:
         given = {"root": 1} if operator.name == "broadcast" else {}
         exact = operator.reference(world.rank, everybody, **given).float()
         for kind, place in KINDS.items():
-            for as_out in (None, "plain", "transposed") if "out" in operator.names else (None,):
+            for as_out in (None, "plain", "transposed", "negative") if "out" in operator.names else (None,):
                 x, out = place(everybody[world.rank]), as_out and KINDS[as_out](torch.zeros_like(exact))
                 outs = {} if out is None else {"out": out}
                 for launch in (0, 1):

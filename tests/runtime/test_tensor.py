@@ -46,6 +46,8 @@ VIEWS = {
     "view of a view": lambda x: x[1:][2:].T[3:],
     "empty view": lambda x: x[2:2],
     "contiguous": lambda x: x[1:3].contiguous(),
+    "conjugate": lambda x: x.view(torch.complex64).conj(),
+    "negative": lambda x: x.view(torch.complex64)[2, 1:2].conj().imag,
 }
 
 

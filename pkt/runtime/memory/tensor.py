@@ -136,7 +136,9 @@ class SymmetricTensor(torch.Tensor):
             itemsize, theirs = self.dtype.itemsize, allocation.heap.payload(allocation, rank)
             elements = theirs[: theirs.numel() // itemsize * itemsize].view(self.dtype)
             # The storage of a view is the block's, which starts with the first element, as the peer's storage does.
-            return elements.as_strided(self.size(), self.stride(), self.storage_offset())
+            found = elements.as_strided(self.size(), self.stride(), self.storage_offset())
+            found = found.conj() if self.is_conj() else found
+            return torch._neg_view(found) if self.is_neg() else found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch has it
         block, rank = self._allocation.block, self._allocation.heap.backend.rank
@@ -246,6 +248,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
     | symmetric tensor, or plain one that lies in the heap | the address itself: peers compute theirs from it |
     | plain tensor that shares memory with `out`, the tensor written | its distance from `out` in addition |
     | `out` | differ from those of any other tensor |
+    | tensor with torch's negative bit | that in addition |
     | no tensor | itself |
 
     Raises UseAfterFree, Closed; TypeError for a tensor in TRACED.
@@ -276,6 +279,8 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
                 place = ~place
             elif address < end and begin - address < tensor.nbytes:
                 place = place, begin - address
+            if tensor.is_neg():
+                place = place, "negative"
             found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
         else:
             found.append(tensor)
@@ -285,7 +290,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
 def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:
     """`facts` of a symmetric tensor, which remembers them."""
     with torch._C.DisableTorchFunctionSubclass():
-        known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(tensor._allocation))
+        known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(tensor._allocation), tensor.is_neg())
     tensor._facts = known
     return known
 

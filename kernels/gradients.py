@@ -28,7 +28,7 @@ from .shared import checks
 
 Gradients = Mapping[str, Any]
 """By operand that is wanted: its gradient, of its shape and dtype; or a list, where it may be a list of tensors."""
-Split = Callable[[Mapping[str, Any]], "tuple[Mapping[str, Any], Callable[[Any], Any]] | None"]
+Split = Callable[[Mapping[str, Any], Mapping[str, Any]], "tuple[Mapping[str, Any], Callable[[Any], Any]] | None"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,16 @@ class Backward:
         makes the backward pass raise, as torch's do.
     refuses: why a call has no gradients, from its keywords and the dtype of its first operand; "" where it has.
     inner: further results that only this backward pass uses, and that have no gradient.
-    split: for keywords of calls whose backward pass would need an intermediate result: other keywords, with which the
-        operator returns that, and what torch computes from it. None where a call needs no such thing.
+    split: for keywords and operands of calls whose backward pass would need an intermediate result: other keywords,
+        with which the operator returns that, and what torch computes from it. None where a call needs no such thing, or
+        will be refused.
     """
 
     function: Callable[[Recorded], Gradients]
     how: str = ""
     saves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refuses: Callable[[Mapping[str, Any], torch.dtype], str] = lambda keywords, dtype: ""
-    split: Split = lambda keywords: None
+    split: Split = lambda keywords, operands: None
     inner: Sequence[str] = ()
 
 
@@ -217,7 +218,7 @@ def record(
         found = f"found {operator.written}, {why}, which the call overwrites, and torch refuses that"
         remedy = f"call it with {operator.written}.clone(), or under torch.no_grad()"
         raise Unsupported.here(f"rank {world.rank}: {operator.name}", found, remedy)
-    if (parts := backward.split(keywords)) is not None:
+    if (parts := backward.split(keywords, named)) is not None:
         changed, rest = parts
         other = tuple(changed.get(name, value) for name, value in keywords.items())
         found = record(operator, tensors, other, world, workspace, run)

@@ -85,7 +85,7 @@ def call(
     needs = torch.is_grad_enabled() and _required(tensors)
     if needs:
         _check(operator, tensors, values)
-        parts = operator.backward.split(dict(zip(operator.keywords, values)))
+        parts = operator.backward.split(dict(zip(operator.keywords, values)), dict(zip(operator.tensors, operands)))
         if parts is not None:
             changed, behind = parts
             other = tuple([changed.get(n, v) for n, v in zip(operator.keywords, values)])

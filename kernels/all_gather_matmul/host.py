@@ -382,7 +382,7 @@ OPERATOR = Operator(
     backward=Backward(
         backward,
         "of a `matmul_reduce_scatter`; of b `all_gather` of a once more, then a product",
-        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind(*products.EPILOGUES, "swiglu"),
     ),
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),

@@ -321,7 +321,7 @@ OPERATOR = Operator(
     reference=reference,
     backward=Backward(
         backward, "`all_reduce` once, then two products",
-        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind(*products.EPILOGUES),
     ),
     private="k",
     terms=lambda sizes, size: size * sizes["k"],

@@ -362,7 +362,7 @@ OPERATOR = Operator(
     reference=reference,
     backward=Backward(
         backward, "`all_gather` once, then two products, the first of which hides it",
-        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind(*products.EPILOGUES),
     ),
     private="k",
     terms=lambda sizes, size: size * sizes["k"],

@@ -12,7 +12,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.wording import found_text
 
 from ..declaration import MAX_BLOCK, MAX_STAGES, Call, Case, Launch, Operand, choice, integer
-from ..gradients import Gradients, Recorded
+from ..gradients import Gradients, Recorded, Split
 from .checks import FLOATS, aligned, stored
 from .tile_product import Tiles, finished, padded
 
@@ -68,6 +68,7 @@ def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
 
 
 Plan = Callable[[Call], Launch]
+Fit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def whole_runs(plan: Plan) -> Plan:
@@ -92,13 +93,25 @@ def whole_runs(plan: Plan) -> Plan:
     return whole
 
 
-def behind(keywords: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[torch.Tensor], torch.Tensor]] | None:
-    """`Backward.split`: the gradient of an epilogue needs the sum before it, which a fused kernel does not store. So a
-    recorded call returns that sum, rounded, and torch computes the epilogue, and keeps what its gradient needs."""
-    epilogue = keywords["epilogue"]
-    if not isinstance(epilogue, str) or epilogue not in (*EPILOGUES[1:], "swiglu"):
-        return None  # "none", or what the call refuses
-    return {"epilogue": "none"}, lambda total: finished(total, None, epilogue)
+def behind(*epilogues: str) -> Split:
+    """`Backward.split` of a product with these epilogues, whose gradients need the sum before them, which a fused
+    kernel does not store. So a recorded call returns that sum, rounded, and torch computes the epilogue, and keeps what
+    its gradient needs."""
+
+    def split(keywords: Mapping[str, Any], operands: Mapping[str, Any]) -> tuple[Mapping[str, Any], Fit] | None:
+        epilogue, b = keywords["epilogue"], operands["b"]
+        if not isinstance(epilogue, str) or epilogue not in epilogues or epilogue == "none":
+            return None  # nothing to compute, or what the call refuses
+        if epilogue == "swiglu" and any(_is_odd(each) for each in (b if isinstance(b, (list, tuple)) else [b])):
+            return None
+        return {"epilogue": "none"}, lambda total: finished(total, None, epilogue)
+
+    return split
+
+
+def _is_odd(b: Any) -> bool:
+    """Whether no "swiglu" takes so many columns."""
+    return isinstance(b, torch.Tensor) and b.ndim == 2 and b.shape[1] % 2 == 1
 
 
 def both(call: Recorded, grad: torch.Tensor) -> Gradients:
@@ -132,9 +145,6 @@ def in_turn(*launches: Launch) -> Callable[..., None]:
             one(a, b, out, bias)
 
     return launch
-
-
-Fit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fitting(tensor: torch.Tensor) -> Fit | None:

@@ -64,6 +64,17 @@ def test_words_of_a_call_with_a_gradient(value: Any) -> None:
         refused(pkt.Unsupported, "found op ", "reduce_scatter", trained, op=value)
 
 
+@pytest.mark.parametrize("name", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_an_epilogue_of_another_product_in_a_call_with_a_gradient(name: str) -> None:
+    trained = torch.ones(4, 4, requires_grad=True)
+    refused(pkt.Unsupported, "found epilogue 'swiglu': wanted 'none' or ", name, trained, trained, epilogue="swiglu")
+
+
+def test_an_odd_number_of_columns_in_a_call_with_a_gradient() -> None:
+    a, b = torch.ones(4, 4, requires_grad=True), torch.ones(4, 5)
+    refused(pkt.ShapeError, "b: found (4, 5), wanted an even number", "all_gather_matmul", a, b, epilogue="swiglu")
+
+
 def test_world() -> None:
     refused(pkt.DtypeError, "world: found int, wanted a pkt.World", "all_reduce", world=3)
 

@@ -49,6 +49,12 @@ class Handle(NamedTuple):
     received: int
     """Of these rows those that are tokens, or num_worst_tokens."""
 
+    def check(self) -> None:
+        """Raise ShapeError if num_worst_tokens was too small for this rank: it has received none. Waits for the GPU."""
+        needed, rank = self.there.needed.tolist()
+        if needed > len(self.there.rows):
+            raise ShapeError.argument("dispatch", "num_worst_tokens", self.received, f"at least {needed}", rank)
+
 
 class LowLatencyHandle(NamedTuple):
     """Of a low-latency dispatch: what its combine needs."""
@@ -115,7 +121,8 @@ class Buffer:
         experts from 0 and has -1 for those of other ranks, whose received weights are 0. The counts are rounded up to
         expert_alignment. The host exchanges T and num_tokens_per_expert and waits for the number of tokens received,
         unless num_worst_tokens says how many rows to return. Then the host waits for nothing, the counts are [], and
-        rows after the last token are 0 and have topk_idx -1. handle: of an earlier dispatch, whose tokens go the same
+        rows after the last token are 0 and have topk_idx -1. A rank that would need more rows receives none, and
+        `handle.check()` raises an error that says how many. handle: of an earlier dispatch, whose tokens go the same
         way; only received x and event are not None then. At most 16 ranks. Raises ShapeError, DtypeError, Unsupported.
         """
         (x, scales), size, where = self._scaled("dispatch", x), self.group_size, "dispatch"
@@ -145,7 +152,8 @@ class Buffer:
         self._check_choices(where, topk_idx, topk_weights, x.shape[0])
         self._check_count(where, "expert_alignment", expert_alignment)
         counts: list[int] = []
-        if num_worst_tokens:
+        if num_worst_tokens != 0:
+            self._check_count(where, "num_worst_tokens", num_worst_tokens)
             room = received = num_worst_tokens
         else:
             told = self.world.all_gather_object((x.shape[0], num_tokens_per_expert.tolist()))

@@ -193,6 +193,8 @@ def test_refuses() -> None:
             (pkt.ShapeError, "is_token_in_rank", lambda: buffer.dispatch(x, None, None, None, idx, per_expert)),
             (pkt.ShapeError, "num_tokens_per_expert", lambda: buffer.dispatch(x, None, None, None, in_rank, [1, 2])),
             (pkt.ShapeError, "expert_alignment", lambda: buffer.dispatch(x, **found, expert_alignment=0)),
+            (pkt.ShapeError, "num_worst_tokens", lambda: buffer.dispatch(x, **found, num_worst_tokens=-1)),
+            (pkt.ShapeError, "num_worst_tokens", lambda: buffer.dispatch(x, **found, num_worst_tokens=True)),
             (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx)),
             (pkt.ShapeError, "topk_weights", lambda: buffer.dispatch(x, **found, topk_idx=idx, topk_weights=x)),
             (pkt.ShapeError, "K from 1", lambda: buffer.dispatch(x, **found, topk_idx=idx[:, :0], topk_weights=none)),
@@ -264,3 +266,24 @@ def test_with_num_worst_tokens_the_host_waits_for_nothing(monkeypatch: pytest.Mo
         assert result[3] == []
 
     on_ranks(1, run, sms=2)
+
+
+def test_too_few_worst_tokens() -> None:
+    """Each rank sends all its tokens to rank 1, and one to rank 0."""
+
+    def run(world: Any) -> None:
+        buffer, x = Buffer(), operands(world.rank)[0]
+        in_rank = torch.zeros(len(x), 2, dtype=torch.bool)
+        in_rank[:, 1] = in_rank[0, 0] = True
+        told = {"is_token_in_rank": in_rank, "num_tokens_per_expert": in_rank.sum(0)}
+        rows, *_, handle, _ = buffer.dispatch(x, **told, num_worst_tokens=6)
+        assert handle is not None
+        if world.rank == 0:
+            handle.check()
+        else:
+            assert not rows.any()
+            with pytest.raises(pkt.ShapeError, match="rank 1: dispatch: num_worst_tokens: found 6, wanted at least 7"):
+                handle.check()
+        buffer.dispatch(x, **told, num_worst_tokens=7)[4].check()
+
+    on_ranks(2, run, sms=2)

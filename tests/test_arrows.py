@@ -158,6 +158,7 @@ ARROWS = {
         ["pkt", "pkt.bench", "pkt.doctor", "pkt.errors", "pkt.simulate", "pkt.tune.command", "pkt.tune.explanation"],
         ["typer", "rich"],
     ),
+    "pkt.__main__": (["pkt.cli"], []),
 }
 
 # Imports that the arrows forbid and the tree still has. They do not count as steps of a circle.

@@ -464,9 +464,10 @@ def test_the_entry_point_and_the_help():
     name, target = scripts.replace('"', "").split(" = ")
     module, _, attribute = target.partition(":")
     assert (name, getattr(importlib.import_module(module), attribute)) == ("pkt", cli.app)
-    done = command("--help")
-    assert done.returncode == 0
-    assert {"doctor", "simulate"} <= set(done.stdout.split())
+    for package in ("pkt", "pkt.cli"):
+        done = subprocess.run([sys.executable, "-m", package, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert {"doctor", "simulate"} <= set(done.stdout.split())
 
 
 @pytest.mark.gpu

@@ -1,0 +1,6 @@
+"""`python -m pkt` is the command `pkt`."""
+
+from pkt.cli import app
+
+if __name__ == "__main__":
+    app()

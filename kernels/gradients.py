@@ -90,12 +90,18 @@ class Recorded:
         return [turned for place, turned in zip(self._call.places, self._call.turned) if place == name]
 
 
+def this_rank(world: World, like: torch.Tensor) -> int | torch.Tensor:
+    """The number of this rank; in a graph, which ranks share, a tensor () on the device of `like`."""
+    if torch.compiler.is_compiling() or type(like) in TRACED:
+        return torch.ops.pkt.this_rank(like, world.name)
+    return world.rank
+
+
 def is_rank(rank: int, world: World, like: torch.Tensor) -> torch.Tensor:
     """Whether this is `rank`, as a tensor () on the device of `like`: for backward passes, in which no branch may
     depend on the rank."""
-    if type(like) in TRACED:
-        return torch.ops.pkt.is_rank(like, rank, world.name)
-    return torch.full((), world.rank == rank, dtype=torch.bool, device=like.device)
+    found = this_rank(world, like) == rank
+    return found if isinstance(found, torch.Tensor) else torch.full((), found, dtype=torch.bool, device=like.device)
 
 
 def required(tensors: Sequence[Any]) -> bool:

@@ -47,14 +47,14 @@ _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 _libraries: dict[str, torch.library.Library] = {"": torch.library.Library("pkt", "FRAGMENT")}
 
 
-def _is_rank(like: torch.Tensor, rank: int, world: str) -> torch.Tensor:
-    return gradients.is_rank(rank, named_world(world), like)
+def _this_rank(like: torch.Tensor, world: str) -> torch.Tensor:
+    return torch.full((), named_world(world).rank, dtype=torch.int64, device=like.device)
 
 
-_libraries[""].define("is_rank(Tensor like, int rank, str world) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_libraries[""].impl("is_rank", _is_rank, "CompositeExplicitAutograd")
+_libraries[""].define("this_rank(Tensor like, str world) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_libraries[""].impl("this_rank", _this_rank, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "pkt::is_rank", lambda like, rank, world: like.new_empty((), dtype=torch.bool), lib=_libraries[""]
+    "pkt::this_rank", lambda like, world: like.new_empty((), dtype=torch.int64), lib=_libraries[""]
 )
 
 

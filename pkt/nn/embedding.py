@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pkt.errors import DtypeError
+from pkt.kernels.gradients import this_rank
 from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.runtime.world import World
 
@@ -67,7 +68,7 @@ class VocabParallelEmbedding(Sharded):
         if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             found = getattr(tokens, "dtype", type(tokens).__name__)
             raise DtypeError.argument(call, "tokens", found, "integers of 32 or 64 bits", self.world.rank)
-        mine = tokens - self.world.rank * self.own
+        mine = tokens - this_rank(self.world, tokens) * self.own
         inside = (mine >= 0) & (mine < self.own)
         rows_of_mine = functional.embedding(mine.where(inside, 0), self.local("weight"))
         found = rows_of_mine.masked_fill(~inside.unsqueeze(-1), 0)  # also where row 0 is infinite or NaN

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.nn.utils import parametrize
@@ -508,3 +509,17 @@ def test_a_block_is_one_graph(checkpoints: bool) -> None:
             near(one, other.double(), least=0.1)
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+def test_ranks_share_the_graph_of_an_embedding(dim: int | None) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(world: Any) -> None:
+        embedding, tokens = pkt.nn.VocabParallelEmbedding(8, 4, sequence_dim=dim), torch.tensor([1, 5, 7, 0, 2, 3])
+        found = torch.compile(embedding, backend=counter, fullgraph=True)(tokens)
+        assert torch.equal(found, embedding(tokens))
+
+    torch._dynamo.reset()
+    on_ranks(2, run)
+    assert counter.frame_count == 1

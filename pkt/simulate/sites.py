@@ -21,7 +21,7 @@ _RUNTIME = os.path.join(os.path.dirname(_HERE), "runtime")
 _STANDARD, *_OTHERS = (os.path.dirname(os.path.abspath(str(module.__file__))) for module in (os, np, torch, triton))
 _BELOW = (_HERE, _RUNTIME, *_OTHERS)
 _INSTALLED = "site-packages", "dist-packages"  # folders of the standard library that are not part of it
-_USER, _PKT, _MACHINERY = range(3)
+_MACHINERY, _PKT, _USER = range(3)  # most frames are machinery's, whose kind is false
 _LIBRARIES = ("pkt.", "triton.", "torch.")  # their modules' names begin so
 
 
@@ -41,31 +41,25 @@ _MOST = 4096  # sites that are remembered
 _known: dict[tuple[int, int, str], tuple[CodeType, Site]] = {}
 
 
-def _outward(frame: Any) -> Site:
-    """The site of the innermost frame of user code from `frame` outwards. Its call is the outermost function of
-    pkt.language inside that frame."""
-    call = ""
+def site(frame: Any = None) -> Site:
+    """The site of the program that runs now, or that of the innermost frame of user code from `frame` outwards. Its
+    call is the outermost function of pkt.language inside that frame. Called by pkt.simulate."""
+    frame, call = frame or sys._getframe(2), ""
     while frame is not None:
         code = frame.f_code
-        kind = _kinds[code.co_filename]
-        if kind == _USER:
-            # By id and instruction: a code object hashes all of its code, and Python counts lines from the first one.
-            place = id(code), frame.f_lasti, call
-            known = _known.get(place)
-            if known is None:
-                if len(_known) >= _MOST:
-                    _known.clear()
-                known = _known[place] = code, Site(code.co_filename, frame.f_lineno, call)
-            return known[1]
-        if kind == _PKT:
+        if kind := _kinds[code.co_filename]:
+            if kind == _USER:
+                # By id and instruction: a code object hashes all its code, and Python counts lines from the first one.
+                place = id(code), frame.f_lasti, call
+                known = _known.get(place)
+                if known is None:
+                    if len(_known) >= _MOST:
+                        _known.clear()
+                    known = _known[place] = code, Site(code.co_filename, frame.f_lineno, call)
+                return known[1]
             call = code.co_name
         frame = frame.f_back
     return Site("?", 0, call)
-
-
-def site() -> Site:
-    """The site of the program that runs now. Called by pkt.simulate."""
-    return _outward(sys._getframe(2))
 
 
 def of_task(trace: Any, switch: Any) -> Any:
@@ -113,7 +107,8 @@ def _following(code: Any, at: int) -> str:
 
 def site_of(task: Any) -> Site:
     """The site of a task that is not running."""
-    return _outward(task.greenlet.gr_frame)
+    frame = task.greenlet.gr_frame
+    return Site("?", 0, "") if frame is None else site(frame)
 
 
 def user_frame(frame: Any) -> Any:

@@ -350,7 +350,7 @@ class Accesses:
         task = self.m.current
         remote = access.region.rank != task.rank and access.region.kind != "local"
         rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
-        self._spend("communicate" if remote else task.mark, cost.STEP_US * signal + access.nbytes() / rate)
+        self._spend("communicate" if remote else task.mark, cost.STEP_US * signal + access.nbytes / rate)
 
     def _spend(self, kind: str, microseconds: float) -> None:
         task = self.m.current
@@ -396,7 +396,7 @@ def mask_of(mask: Any, ptr: Any) -> Any:
 def words_of(access: Access, most: int = 256) -> list[int]:
     """Addresses of the elements of an access, as possible synchronisation variables; empty for more than `most`
     elements, which are a tile of data."""
-    count = access.count()
+    count = access.count
     if count == 1:
         return [access.first()]
     return (access.region.base + access.byte_offsets()).tolist() if count <= most else []

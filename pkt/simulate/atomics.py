@@ -221,7 +221,7 @@ class Atomics(Accesses):
     def _apart(self, access: Access, where: Any) -> list:
         """The two parts of a block's update that become visible one after the other: its elements are atomics of their
         own. A tile of data stays whole."""
-        count = access.count()
+        count = access.count
         if not 1 < count <= 256:
             return [(access, where)]
         cut, offsets = 1 + self.m.schedule.choose(count - 1), access.byte_offsets()

@@ -218,7 +218,7 @@ class Detector:
         if shadow.narrow or scope != "system" or len(shadow.sizes) > 1:
             self._check_updates(kind, access, touched_by(access), shadow.updater, m.clocks.fit(task.clock), scope)
         stamp = task.clock.item(column) << 32 | column << 16
-        offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
+        offsets = (access.first() - region.base,) if access.count == 1 else access.byte_offsets().tolist()
         for offset in offsets:
             shadow.looks.setdefault((offset, size), {})[column] = stamp
         self.authors[stamp, region.base, "look"] = (kind, task, at or site())

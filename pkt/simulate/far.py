@@ -180,7 +180,7 @@ class Far(Atomics):
         if data is not None:
             for access in data:
                 self._own_stores(access)
-            call.data, call.time = data, call.time + data[0].nbytes() / cost.FAR_BYTES_PER_US
+            call.data, call.time = data, call.time + data[0].nbytes / cost.FAR_BYTES_PER_US
             if m.races:
                 call.clock, stamp = self._stamped(call.clock)
                 self.detector.send(*data, call.clock, stamp, at)

@@ -61,7 +61,7 @@ class Region:
 class Place:
     """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of a region, the last axis contiguous."""
 
-    __slots__ = ("offset", "shape", "strides", "itemsize", "end", "count", "touched", "steps")
+    __slots__ = ("offset", "shape", "strides", "itemsize", "end", "count", "nbytes", "touched", "steps")
 
     def __init__(self, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
         self.offset, self.shape, self.strides, self.itemsize = offset, shape, strides, itemsize
@@ -71,7 +71,7 @@ class Place:
             count *= n
             if n > 1:
                 steps |= s
-        self.end, self.count, self.steps = end, count, steps
+        self.end, self.count, self.nbytes, self.steps = end, count, count * itemsize, steps
         self.touched: Any = None  # the race detector's
 
     def repeats(self) -> bool:
@@ -91,10 +91,11 @@ class Place:
 class Strided:
     """The elements at a place of one region."""
 
-    __slots__ = ("region", "place", "itemsize")
+    __slots__ = ("region", "place", "itemsize", "count", "nbytes")
 
     def __init__(self, region: Region, place: Place) -> None:
-        self.region, self.place, self.itemsize = region, place, place.itemsize
+        self.region, self.place = region, place
+        self.itemsize, self.count, self.nbytes = place.itemsize, place.count, place.nbytes
 
     def view(self, dtype: np.dtype) -> np.ndarray:
         place = self.place
@@ -111,9 +112,6 @@ class Strided:
         """First byte and one past the last, as offsets in the region."""
         return self.place.offset, self.place.end
 
-    def count(self) -> int:
-        return self.place.count
-
     def misaligned(self) -> bool:
         """Whether an element begins at no multiple of its bytes."""
         return bool((self.region.base + self.place.offset | self.place.steps) % self.itemsize)
@@ -123,9 +121,6 @@ class Strided:
         place = self.place
         return (ramp(place.shape, place.strides).astype(np.int64) + place.offset).reshape(-1)
 
-    def nbytes(self) -> int:
-        return self.place.count * self.itemsize
-
     def first(self) -> int:
         return self.region.base + self.place.offset
 
@@ -133,10 +128,11 @@ class Strided:
 class Scattered:
     """Elements of one region at arbitrary `offsets` (bytes, int64, 1-D)."""
 
-    __slots__ = ("region", "offsets", "itemsize", "_span")
+    __slots__ = ("region", "offsets", "itemsize", "count", "nbytes", "_span")
 
     def __init__(self, region: Region, offsets: np.ndarray, itemsize: int) -> None:
         self.region, self.offsets, self.itemsize = region, offsets, itemsize
+        self.count, self.nbytes = len(offsets), len(offsets) * itemsize
         self._span = int(offsets.min()), int(offsets.max()) + itemsize
 
     def read(self, dtype: np.dtype) -> np.ndarray:
@@ -157,9 +153,6 @@ class Scattered:
     def span(self) -> tuple[int, int]:
         return self._span
 
-    def count(self) -> int:
-        return len(self.offsets)
-
     def misaligned(self) -> bool:
         return bool((self.region.base | int(np.bitwise_or.reduce(self.offsets))) % self.itemsize)
 
@@ -170,9 +163,6 @@ class Scattered:
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
         return self.offsets
-
-    def nbytes(self) -> int:
-        return self.count() * self.itemsize
 
     def first(self) -> int:
         return self.region.base + int(self.offsets[0])

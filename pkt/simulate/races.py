@@ -212,7 +212,7 @@ class Touched:
         self.view: Any = None
         self.index: Any = None
         self.bytes: Any = FULL
-        if access.count() == 1:
+        if access.count == 1:
             offset = access.span()[0]
             self.one = offset // GRANULE
             self.bytes = ((1 << access.itemsize) - 1) << offset % GRANULE & FULL
@@ -280,7 +280,7 @@ def touched_by(access: Access) -> Touched:
         if place.touched is None:
             place.touched = _touched_by(access, place.key()) if place.count <= SMALL else Touched(access)
         return place.touched
-    return _touched_by(access, access.key()) if access.count() <= SMALL else Touched(access)
+    return _touched_by(access, access.key()) if access.count <= SMALL else Touched(access)
 
 
 def _touched_by(access: Access, key: tuple) -> Touched:

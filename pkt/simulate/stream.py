@@ -174,7 +174,7 @@ class Stream:
     def _polled(self, task: Any, name: str, tensors: list[torch.Tensor]) -> None:
         """Note what a torch function reads: host code that only reads the same words again lets other tasks run."""
         read = [access for tensor in tensors if (access := self._access(tensor)) is not None]
-        if not read or sum(access.nbytes() for access in read) > _WORDS:
+        if not read or sum(access.nbytes for access in read) > _WORDS:
             task.loops.clear()
             return
         loop = task.loops.setdefault(POLL, HostLoop(_HOST_READS))

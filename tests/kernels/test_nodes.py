@@ -31,7 +31,7 @@ def test_bytes_over_the_network(name: str, ranks: int, node_size: int, monkeypat
     def counted(self: Any, to: int, data: Any, *rest: Any, **more: Any) -> None:
         rank = self.m.current.rank
         assert rank % node_size == to % node_size, "not along the rail"
-        sent[rank] += data[0].nbytes() if data is not None else 0
+        sent[rank] += data[0].nbytes if data is not None else 0
         put(self, to, data, *rest, **more)
 
     monkeypatch.setattr(Far, "_put", counted)

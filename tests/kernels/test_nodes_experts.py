@@ -26,7 +26,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     put = Far._put
 
     def counted(self: Any, to: int, data: Any, *rest: Any, **more: Any) -> None:
-        found.append((self.m.current.rank, to, data[0].nbytes() if data is not None else 0))
+        found.append((self.m.current.rank, to, data[0].nbytes if data is not None else 0))
         put(self, to, data, *rest, **more)
 
     monkeypatch.setattr(Far, "_put", counted)

@@ -64,7 +64,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     def counted(self: Any, to: int, data: Any, *rest: Any, **more: Any) -> None:
         rank = self.m.current.rank
         assert (rank - to) % self.m.node_size == 0, "not along the rail"
-        found[rank] = found.get(rank, 0) + (data[0].nbytes() if data is not None else 0)
+        found[rank] = found.get(rank, 0) + (data[0].nbytes if data is not None else 0)
         put(self, to, data, *rest, **more)
 
     monkeypatch.setattr(Far, "_put", counted)

@@ -81,11 +81,10 @@ class Last:
         """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
         if self.array is None:
             return None
-        if touched.one >= 0:
-            return self._late(self.array.item(touched.one), touched.bytes, clock)
+        state = touched.state(self.array)
+        if state is not None:
+            return self._late(state, touched.bytes, clock)
         states = touched.get(self.array)
-        if isinstance(touched.bytes, int) and _uniform(states):  # most tiles
-            return self._late(states.item(0), touched.bytes, clock)
         if touched.few and not any(self._late(*each, clock) for each in zip(states.tolist(), touched.few)):
             return None
         alone = np.maximum(states, 0) if self.sets else states
@@ -117,19 +116,14 @@ class Last:
         mask = touched.bytes
         if self.array is None:
             self.array = np.zeros(self.granules, np.int64)
-        if isinstance(mask, int):
-            if clock is None and mask == FULL:
-                touched.put(self.array, stamp | FULL)
-                return
-            if touched.one >= 0:
-                self.array[touched.one] = self._merged(self.array.item(touched.one), stamp, mask, clock)
-                return
-            states = touched.get(self.array)
-            if _uniform(states):
-                touched.put(self.array, self._merged(states.item(0), stamp, mask, clock))
-                return
-        else:
-            states = touched.get(self.array)
+        if clock is None and type(mask) is int and mask == FULL:
+            touched.put(self.array, stamp | FULL)
+            return
+        state = touched.state(self.array)
+        if state is not None:
+            touched.put(self.array, self._merged(state, stamp, mask, clock))
+            return
+        states = touched.get(self.array)
         if touched.few:
             each = zip(states.tolist(), touched.few)
             touched.put(self.array, [self._merged(state, stamp, m, clock) for state, m in each])
@@ -250,6 +244,16 @@ class Touched:
         shape, offset, strides = self.view
         return np.ndarray(shape, np.int64, array, offset, strides)
 
+    def state(self, array: np.ndarray) -> int | None:
+        """The state that all granules have, as those of most tiles do; None if they or their masks differ."""
+        if self.one >= 0:
+            return array.item(self.one)
+        if type(self.bytes) is not int:
+            return None
+        states = array[self.index] if self.view is None else self.get(array)
+        data = states.tobytes()  # on bytes, which takes half the time of an array of bools
+        return states.item(0) if data == data[:8] * states.size else None
+
     def put(self, array: np.ndarray, stamps: Any) -> None:
         if self.one >= 0:
             array[self.one] = stamps
@@ -290,9 +294,3 @@ def _touched_by(access: Access, key: tuple) -> Touched:
             _kept.clear()
         known = _kept[key] = Touched(access)
     return known
-
-
-def _uniform(states: np.ndarray) -> bool:
-    """Whether all are equal; on bytes, which takes half the time of an array of bools."""
-    data = states.tobytes()
-    return data == data[:8] * states.size

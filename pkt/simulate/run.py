@@ -114,11 +114,13 @@ class SimulatedRank:
         """The error itself ends the run: the other ranks need not be told."""
 
     def close(self) -> None:
-        if self.machine.current is not None:  # not the end of the run
-            self.machine.hosts[self.rank].closed = site()
         for region in self._regions.values():
             region.freed_at = "world.close()"
         self._regions.clear()
+        if self.machine.current is not None:
+            self.machine.hosts[self.rank].closed = site()
+        else:  # at the end of the run: the world refers to itself, and the machine would stay with it
+            del self.machine
 
 
 @dataclass

@@ -353,7 +353,8 @@ class Builder(InterpreterBuilder):
     def swapped(self, addresses, cmp, val, sem, scope):
         """The old elements of a compare-and-swap. It compares bits: -0.0 is not 0.0, and a NaN may be found."""
         dtype = _UNSIGNED_OF[val.itemsize]
-        expected, values = (_like(data, addresses.shape).reshape(-1).view(dtype) for data in (cmp, val))
+        expected = _like(cmp, addresses.shape).reshape(-1).view(dtype)
+        values = _like(val, addresses.shape).reshape(-1).view(dtype)
         if addresses.size == 1:  # without numpy's `where`
             update = lambda now, where: values if now[0] == expected[0] else now  # noqa: E731
         else:

@@ -76,6 +76,8 @@ class Place:
 
     def repeats(self) -> bool:
         """Whether rows begin before the ones before them end, so that an element may be there more than once."""
+        if self.count == 1:
+            return False
         inside = self.itemsize
         for n, stride in zip(reversed(self.shape), reversed(self.strides)):
             if n > 1 and stride < inside:

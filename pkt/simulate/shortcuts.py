@@ -460,8 +460,8 @@ def _scalar_of(value: Any, ty: tl.dtype) -> np.ndarray | None:
     """The array of a scalar that has type `ty` in `tl`; None for any other value."""
     if type(value) is core.constexpr:
         value = value.value
-    if type(value) is int and ty.name == "int32" and _RANGE["int32"][0] <= value < _RANGE["int32"][1]:
-        value = integer(value, ty)
+    if type(value) is int and ty.name == "int32" and -_LIMIT["int32"] <= value < _LIMIT["int32"]:
+        return integer(value, ty).handle.data
     return value.handle.data if type(value) is tl.tensor and value.dtype.name == ty.name and not value.shape else None
 
 

@@ -19,6 +19,7 @@ from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
+from pkt.runtime.memory.tensor import name_of
 from pkt.simulate.chosen import chooses, chosen
 from pkt.simulate.loops import POLL, HostLoop, Slice
 from pkt.simulate.memory import Access, Place, Scattered, Strided, Unmapped
@@ -26,14 +27,17 @@ from pkt.simulate.modes import Modes
 from pkt.simulate.sites import host_state
 from pkt.simulate.tasks import Host
 
-# Torch functions that read and write no element. `__get__` is any attribute, such as `shape` and `T`.
+# Torch functions that read and write no element. `__get__` is any attribute, such as `shape` and `T`; those whose names
+# end in "=" set one.
 _NO_ACCESS = frozenset(
     "__get__ __len__ size dim ndimension numel nelement stride element_size storage_offset data_ptr untyped_storage "
     "is_contiguous is_floating_point is_complex get_device requires_grad_ detach as_subclass view view_as as_strided "
     "select narrow unbind split chunk transpose swapaxes t permute movedim squeeze unsqueeze expand expand_as "
     "unflatten diagonal unfold swapdims moveaxis adjoint tensor_split broadcast_to view_as_real view_as_complex set_ "
     "resize_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ empty_like zeros_like ones_like "
-    "rand_like randn_like randint_like new_empty new_zeros new_ones is_pinned is_shared is_same_size _is_view".split()
+    "rand_like randn_like randint_like new_empty new_zeros new_ones is_pinned is_shared is_same_size _is_view is_neg "
+    "is_conj is_inference is_set_to hsplit vsplit dsplit split_with_sizes unsafe_split unsafe_chunk atleast_1d "
+    "atleast_2d atleast_3d meshgrid broadcast_tensors real imag conj positive".split()
 )
 # Nor do these where the tensor is contiguous: they return a view of it, or the tensor itself.
 _NO_ACCESS_CONTIGUOUS = frozenset("reshape reshape_as flatten ravel contiguous".split())
@@ -65,7 +69,7 @@ def accesses(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     if name in _NO_ACCESS_CONTIGUOUS and args and isinstance(args[0], torch.Tensor) and "memory_format" not in kwargs:
         with torch._C.DisableTorchFunctionSubclass():
             return not args[0].is_contiguous()
-    return name not in _NO_ACCESS
+    return name not in _NO_ACCESS and not name.endswith("=")
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -85,7 +89,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.host.waits:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         self.stream.accessed(name, args, kwargs)
         self.stream.told = self.host.rank, name, (*args, *kwargs.values())
         try:

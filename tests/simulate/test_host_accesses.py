@@ -290,6 +290,13 @@ DESCRIPTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor_split": lambda x: x.tensor_split(2),
     "unsqueeze_": lambda x: x.unsqueeze_(0),
     "resize_": lambda x: x.resize_(4),
+    "requires_grad=": lambda x: setattr(x, "requires_grad", True),
+    "grad=": lambda x: setattr(x, "grad", None),
+    "data=": lambda x: setattr(x, "data", x[:4]),
+    "real": lambda x: torch.real(x),
+    "hsplit": lambda x: x.hsplit(2),
+    "split_with_sizes": lambda x: x.split_with_sizes([4, 4]),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(2, 8)),
 }
 
 

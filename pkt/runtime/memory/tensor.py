@@ -25,14 +25,18 @@ from pkt.wording import dtype_text, html_text, size_text
 _ALWAYS = frozenset("__get__ size dim numel stride element_size storage_offset __repr__ is_contiguous".split())
 # These change the address or the shape of a tensor in place: the facts that it remembers are then read again.
 _RESHAPING = frozenset(
-    "__set__ as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
+    "data= as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
-_hooks = torch.Tensor._backward_hooks  # the descriptor
-
 
 NO_MEMORY = "a tensor without memory has no facts"
 TRACED: set[type] = set()
 """Types of tensors that stand for others in a graph, and have no memory. `pkt.kernels.traced` adds torch's."""
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function; "grad=" of what sets an attribute."""
+    name = getattr(func, "__name__", "a torch function")  # some callables of torch have no name
+    return f"{func.__self__.__name__}=" if name == "__set__" else name
 
 
 def accessed(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -175,8 +179,8 @@ class SymmetricTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling():  # in a graph it is a plain tensor
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", "a torch function")  # some callables of torch have no name
-        if name == "__set__" and func.__self__ is _hooks:  # torch resets them under a lock that other functions take
+        name = name_of(func)
+        if name == "_backward_hooks=":  # torch resets them under a lock that other functions take
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         sources = list(_symmetric_in((*args, *kwargs.values())))

@@ -1,9 +1,10 @@
 """torch's modes: gradients, inference, autocast, default dtype, deterministic algorithms, function and dispatch modes,
-hooks of saved tensors, and the dispatch keys that an operator's code runs below. Simulated ranks are greenlets of one
-thread, and each has its own, as a process has."""
+hooks of saved tensors, and the dispatch keys that an operator's code runs below; and asyncio's event loop. Simulated
+ranks are greenlets of one thread, and each has its own, as a process has."""
 
 from __future__ import annotations
 
+from asyncio import _get_running_loop, _set_running_loop
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class Modes(NamedTuple):
     functions: tuple[TorchFunctionMode, ...] = ()  # outermost first; without those of the simulation's caller
     dispatches: tuple[Any, ...] = ()  # TorchDispatchModes, likewise
     hooks: tuple[tuple[Any, Any], ...] = ()  # of saved tensors, (pack, unpack), in the same order
+    loop: Any = None  # that runs
     keys: tuple[Any, Any] | None = None  # dispatch keys included and excluded; None: as the others of these modes say
 
 
@@ -39,6 +41,7 @@ def modes(
     functions: tuple[TorchFunctionMode, ...] = (),
     dispatches: tuple[Any, ...] = (),
     hooks: tuple[tuple[Any, Any], ...] = (),
+    loop: Any = None,
 ) -> Modes:
     """The current modes, and those with a stack that the caller has found."""
     return Modes(
@@ -51,6 +54,7 @@ def modes(
         functions,
         dispatches,
         hooks,
+        loop,
     )
 
 
@@ -81,13 +85,14 @@ def enter(wanted: Modes, now: Modes | None = None) -> None:
 class Guard:
     """A rank's host code runs with its modes between `__init__` and `leave`."""
 
-    __slots__ = ("_before", "_below", "_forced", "_guard", "_hooks", "_left", "_outer", "_wanted")
+    __slots__ = ("_before", "_below", "_forced", "_guard", "_hooks", "_left", "_loop", "_outer", "_wanted")
     _before: tuple[Any, Any]  # dispatch keys when the code went on
     _left: Modes  # what `leave` has returned
 
     def __init__(self, wanted: Modes, last: Guard | None = None) -> None:
         """last: the last guard of this thread, if there was one, and has been left."""
-        self._wanted = wanted
+        self._wanted, self._loop = wanted, _get_running_loop()
+        _set_running_loop(wanted.loop)
         self._guard = torch._C._InferenceMode(wanted.inference)  # torch.inference_mode without its decorator
         self._guard.__enter__()
         enter(wanted, None if last is None else last._left)
@@ -110,7 +115,8 @@ class Guard:
 
     def leave(self) -> Modes:
         """Return the modes that the code has now, and restore those from before."""
-        keys = _keys()
+        keys, loop = _keys(), _get_running_loop()
+        _set_running_loop(self._loop)
         if self._forced is not None:
             self._forced.__exit__(None, None, None)
         hooks = _taken_hooks()
@@ -121,7 +127,7 @@ class Guard:
         dispatches: tuple[Any, ...] = ()
         for _ in range(_len_torch_dispatch_stack() - self._below):
             dispatches = (_pop_torch_dispatch_stack(None), *dispatches)
-        found = modes(functions, dispatches, hooks)
+        found = modes(functions, dispatches, hooks, loop)
         self._guard.__exit__(None, None, None)
         self._left = found if keys == self._before else found._replace(keys=keys)
         return self._left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import mmap
 import os
@@ -261,6 +262,26 @@ def test_every_rank_has_its_own_dispatch_modes() -> None:
         assert launch(main, 2) == [((1 + rank) * product, 3 * product, 1) for rank in range(2)]
     assert counter.get_total_flops() == (1 + 2 + 2 * 3) * product
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_every_rank_has_its_own_event_loop() -> None:
+    def main(world: Any) -> Any:
+        async def run() -> Any:
+            world.all_gather_object(0)  # the other rank begins its own
+            await asyncio.sleep(0)
+            return asyncio.get_running_loop()
+
+        found = asyncio.run(run())
+        world.barrier()
+        return found
+
+    async def outside() -> None:
+        for seed in SEEDS:
+            one, other = launch(main, 2, seed=seed)
+            assert one is not other
+            assert asyncio.get_running_loop() not in (one, other)
+
+    asyncio.run(outside())
 
 
 def test_every_rank_has_its_own_default_dtype_and_deterministic_mode() -> None:

@@ -130,6 +130,8 @@ def aside(code: Callable[[], Any]) -> Any:
     task = machine.current
     if task is None or not task.is_host or threading.get_ident() != thread or _tracing():
         return code()
+    if torch._C._are_functorch_transforms_active():  # each thread has its own; operators refuse to run inside
+        return code()
     machine.finish_launches()
     task.aside = Aside(machine.hub)
     try:

@@ -215,3 +215,12 @@ def test_torchs_stand_in_for_a_gpu_outlives_the_threads_of_backward_passes(
     (maker,) = makers
     assert maker.is_alive()
     assert (maker is threading.main_thread()) == main
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_a_transform_of_torch_func_that_maps_a_backward_pass(transform: Callable[..., Any]) -> None:
+    """torch keeps its transforms for each thread."""
+
+    transformed = transform(lambda x: (x**3).sum())
+    for found in pkt.launch(lambda world: transformed(pkt.full((4,), 2.0)), ranks=2, device="cpu"):
+        assert torch.equal(found, transformed(torch.full((4,), 2.0)))

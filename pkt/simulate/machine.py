@@ -470,6 +470,9 @@ class Machine:
         task = self.current
         if task is None or not task.is_host:
             raise Unsupported.in_kernel(call)
+        if task.aside is None and greenlet.getcurrent() is not task.greenlet:
+            found = "found a call by a rank of a pkt.launch inside of this one"
+            raise Unsupported.here(f"rank {task.rank}: {call}", found, "use the world that its function is given")
         return self.hosts[task.rank]
 
     def check_thread(self, call: str) -> None:

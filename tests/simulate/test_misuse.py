@@ -170,3 +170,14 @@ def test_host_code_that_wants_a_gpu_learns_of_the_world_s_device(ask: Callable[[
     error = outcome(lambda world: ask()).failure
     assert isinstance(error, pkt.RankFailed)
     assert str(error).endswith("take the device from world.torch_device, and wait with world.synchronize().")
+
+
+def test_the_world_of_a_run_in_a_run_inside_of_it() -> None:
+    def main(world: Any) -> None:
+        x = pkt.zeros(4)
+        for call in (lambda: world.barrier(), lambda: pkt.zeros(2, world=world), lambda: pkt.all_reduce(x)):
+            with pytest.raises(pkt.Unsupported, match=f"rank {world.rank}: .*by a rank of a pkt.launch inside of this"):
+                pkt.launch(lambda inner, call=call: call(), ranks=2, device="cpu")
+        world.barrier()
+
+    pkt.launch(main, ranks=2, device="cpu")

@@ -6,6 +6,7 @@ figure with its unit, the number of its runs, and its limit, if it has one.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -46,6 +47,11 @@ class Row:
         if self.limit is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def no_options(page: str | None) -> None:
+    """For a benchmark without options: --help prints `page`, its docstring, and any other argument is refused."""
+    argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 
 def row(case: str, values: Iterable[float], unit: str, limit: float | None = None, at_least: bool = False) -> Row:

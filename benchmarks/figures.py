@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _pictures
-from benchmarks._harness import RESULTS, ROOT
+from benchmarks._harness import RESULTS, ROOT, no_options
 from benchmarks._report import DEFAULT, operation, title
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -23,7 +23,7 @@ import torch
 import pkt
 from benchmarks._case import captured, normal
 from benchmarks._check import BOUND
-from benchmarks._harness import Row, row, write
+from benchmarks._harness import Row, no_options, row, write
 from benchmarks._timing import PASSES, Settings, summary, timed
 from pkt.progress import steps
 from pkt.runtime import bootstrap
@@ -119,4 +119,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     sys.exit(main())

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT
+from benchmarks._harness import ROOT, no_options
 from benchmarks._pictures import KEY
 from pkt.progress import steps
 
@@ -90,4 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

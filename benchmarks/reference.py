@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 
+from benchmarks._harness import no_options
 from pkt.kernels.operator import Operator, operators
 
 HEAD = """# Operators
@@ -88,4 +89,5 @@ def names(of: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     print(page(), end="")

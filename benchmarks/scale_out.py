@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import RESULTS
+from benchmarks._harness import RESULTS, no_options
 from benchmarks._pictures import draw_if_possible
 from pkt.model.gpu import H200
 from pkt.tune import predict
@@ -108,4 +108,5 @@ def main(folder: Path = RESULTS) -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

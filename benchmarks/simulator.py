@@ -218,4 +218,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    _harness.no_options(__doc__)
     main()

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._harness import RESULTS, ROOT
+from benchmarks._harness import RESULTS, ROOT, no_options
 from pkt.tune import tables as shipped
 from pkt.tune.candidates import tuned_operators
 
@@ -138,4 +138,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -448,6 +448,13 @@ def test_output_that_cannot_be_written_is_one_message(args):
     assert (done.returncode, done.stderr) == (2, "pkt: the output cannot be written: No space left on device\n")
 
 
+def test_every_benchmark_takes_help():
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        text, main, block = file.read_text().partition('if __name__ == "__main__":\n')
+        parses = "ArgumentParser(" in text or "_command import main" in text or "no_options(__doc__)" in block
+        assert not main or parses, file
+
+
 def test_simulate_is_the_same_as_python_m_pkt_simulate(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from pkt.errors import UseAfterFree
 from pkt.runtime.memory.tensor import name_of
-from pkt.simulate.chosen import chooses, chosen
 from pkt.simulate.loops import POLL, HostLoop, Slice
 from pkt.simulate.memory import Access, Place, Scattered, Strided, Unmapped
 from pkt.simulate.modes import Modes
@@ -198,6 +197,8 @@ class Stream:
         return written
 
     def _record(self, name: str, args: tuple, kwargs: dict[str, Any], tensors: list, written: list) -> None:
+        from pkt.simulate.chosen import chooses  # here, because importing pkt should load little
+
         first = next(iter((*args, *kwargs.values())))
         for tensor in tensors:
             some = tensor is first and chooses(name)
@@ -209,6 +210,8 @@ class Stream:
 
     def _some(self, tensor: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> Access | None:
         """The part of the heap that a torch function chooses from `tensor`, its first argument."""
+        from pkt.simulate.chosen import chosen
+
         if name == "__setitem__" and not accesses("__getitem__", args, {}):  # of a view
             return self._access(tensor[args[1]])
         whole = self._access(tensor)

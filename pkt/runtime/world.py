@@ -70,10 +70,16 @@ def current_world(call: str = "pkt.current_world()") -> World:
     return world
 
 
+ALONE = "/alone"
+"""What the name of a `World.alone` has behind that of its world."""
+
+
 def named_world(name: str) -> World:
     """The world or team of that name in this rank; the current one for "" or its `current_name`. Raises Unsupported if
     there is none."""
     world = _current()
+    if name.endswith(f"{ALONE} {of_size(1)}"):  # here it may not exist yet: another rank has compiled the code
+        return named_world(name.rpartition(ALONE)[0]).alone
     found = (None if world is None else world._by_name.get(name)) or _named.get(name)
     if found is None:
         call = f"an operator in compiled code, of world {name!r}"
@@ -116,7 +122,7 @@ class World:
         if parent is None:
             self._by_name |= {"": self, of_size(self.size): self}
         if parent is not None:
-            first = f"{parent.name}/{label}"
+            first = f"{parent.name}{label}"
         else:  # simulated ranks run the code that one of them compiles
             first = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
         self.name: str = f"{first} {of_size(self.size)}"
@@ -220,7 +226,7 @@ class World:
             return self
         if self._alone is None:
             backend = TeamBackend(self._backend, [self.rank], offset=0, capacity=0)
-            self._alone = World(backend, self._heap.capacity, parent=self, label="alone")
+            self._alone = World(backend, self._heap.capacity, parent=self, label=ALONE)
             self._teams.append(self._alone)
         return self._alone
 
@@ -303,7 +309,7 @@ class World:
         if self.rank not in members:
             return None
         backend = TeamBackend(self._backend, members, offset, nbytes, arena)
-        made = World(backend, nbytes, parent=self, label=str(self._made))
+        made = World(backend, nbytes, parent=self, label=f"/{self._made}")
         self._teams.append(made)
         self._heap.shares.append(made.heap)
         return made

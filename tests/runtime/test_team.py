@@ -168,6 +168,7 @@ def test_a_rank_alone_asks_nobody_and_has_no_heap() -> None:
                 pkt.empty(1, world=alone)
         made = [world.team([rank]) for rank in range(3)]
         assert world.rank != 1 or made[1].name != world.alone.name
+        assert named_world(f"{world.name}/alone of 1") is world.alone
         world.barrier()
 
     launch(run, 3)

@@ -13,6 +13,7 @@ import torch
 
 import pkt
 from pkt.kernels.ring_attention import exact, exact_backward
+from pkt.kernels.ring_attention.backward import rows_kernel
 from pkt.kernels.ring_attention.ring_attention_backward import OPERATOR as BACKWARD
 from pkt.kernels.ring_attention.ring_attention_backward import tiles_for
 from pkt.kernels.ring_attention.sequence import LAYOUTS
@@ -85,6 +86,7 @@ def check(
 @pytest.mark.parametrize(
     ("size", "told"),
     [
+        (1, {"causal": True}),
         (3, {"causal": True, "layout": "zigzag"}),
         (2, {"window": (9, 20), "scale": 0.5}),
         (2, {"length": 53, "layout": "zigzag"}),
@@ -175,6 +177,22 @@ def test_rows_that_see_nothing_have_no_gradient() -> None:
             assert x.grad[:, seen].any() == seen.any()
 
     on_ranks(2, run)
+
+
+def test_the_numbers_of_rows_that_see_nothing_are_zero() -> None:
+    """A kernel may multiply them with weights that are zero, and zero times NaN is none."""
+
+    def run(world: Any) -> None:
+        out, dout = torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2, 8)
+        lse, dlse = torch.rand(1, 2, 4), torch.rand(1, 2, 4)
+        lse[..., 1], dlse[..., 1] = -torch.inf, torch.nan
+        rows = torch.empty(2, 1, 2, 4)
+        rows_kernel[(1,)](out, dout, lse, dlse, rows, 8, 4, 4, 2, 8, 8, 8, False, 1)
+        assert not rows[..., 1].any()
+        delta = (out * dout).sum(3).transpose(1, 2) - dlse
+        assert torch.allclose(rows[:, :, :, 2:], torch.stack((lse / math.log(2), delta))[..., 2:])
+
+    on_ranks(1, run)
 
 
 def test_what_the_forward_pass_got_must_not_change() -> None:

@@ -106,7 +106,7 @@ def attend(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return ulysses_attention(q, q, 2 * q, out, mode="copy", heads=1), 3 * q
 
 
-def added(local: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
+def added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
     found = torch.full(q.shape, float("nan"))
     pkt.init().keep("queue", Queue).add(lambda: torch.add(q, v, out=found))
     return found
@@ -129,7 +129,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
     monkeypatch.setattr(_copies, "beside_launch", later(_copies.beside_launch))
-    monkeypatch.setattr(_groups.Local, "attend", added)
+    monkeypatch.setattr(_groups.Local, "planned", lambda *_: added)
     for module in (_copies, _copy_reduce, _all_gather_matmul, _groups):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
     random.seed(order)

@@ -179,7 +179,9 @@ class SymmetricTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling():  # in a graph it is a plain tensor
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = name_of(func)
+        name = getattr(func, "__name__", "")
+        if name in ("", "__set__"):  # both are rare, and a call here would cost each function
+            name = name_of(func)
         if name == "_backward_hooks=":  # torch resets them under a lock that other functions take
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

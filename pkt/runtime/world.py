@@ -72,13 +72,14 @@ def current_world(call: str = "pkt.current_world()") -> World:
 
 ALONE = "/alone"
 """What the name of a `World.alone` has behind that of its world."""
+_ALONE_ENDS = f"{ALONE} {of_size(1)}"
 
 
 def named_world(name: str) -> World:
     """The world or team of that name in this rank; the current one for "" or its `current_name`. Raises Unsupported if
     there is none."""
     world = _current()
-    if name.endswith(f"{ALONE} {of_size(1)}"):  # here it may not exist yet: another rank has compiled the code
+    if name.endswith(_ALONE_ENDS):  # here it may not exist yet: another rank has compiled the code
         return named_world(name.rpartition(ALONE)[0]).alone
     found = (None if world is None else world._by_name.get(name)) or _named.get(name)
     if found is None:

@@ -37,7 +37,7 @@ from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.grid import num_programs
 from ..shared.products import fitting
-from .groups import groups_of, sent, window
+from .groups import groups_of, sending, sent, window
 from .heads import heads_of
 
 WHOLE = 1 << 30
@@ -92,9 +92,9 @@ def planned_heads(call: Call) -> Launch:
         return signals(b * len(groups) * (size - 1) + 1, name=f"{call.name}.gluon", world=world)
 
     counters = world.keep((call.name, "gluon", b, s, *held, d, call.dtype, each), make)
-    this, side = counters[-1:].plain(), copies.Side(world)
+    side = copies.Side(world)
 
-    sends: list[tuple[str, copies.Send]] = []  # the operand that it takes, and what sends it
+    sends: list[tuple[str, copies.Send]] = []
     for i, (at, group) in itertools.product(range(b), enumerate(groups)):
         for distance in copies.turn(size, at):
             peer = (rank + distance) % size
@@ -130,23 +130,16 @@ def planned_heads(call: Call) -> Launch:
     spans_of = documents(call)
     options = {"GROUP": each, "REPEATS": held.repeats, "STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     start = cooperative_launch(world, gluon_heads_kernel, (programs,), **options)
-    meet = copies.meeting(world)
+    meet, send = copies.meeting(world), sending(world, counters[-1:].plain(), side, sends)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        if world.streams is not None:
-            world.streams.follow()  # the world's last call may be on another stream
-        this.add_(1)
-        given = {"q": q, "k": k, "v": v, "this": this}
-        with side.behind() as stream:
-            for name, send in sends:
-                send(given[name], stream)
-            gone = side.mark()
+        gone = send(q, k, v)
         p = Attention(**{**same, "spans_ptr": spans_of(cu_seqlens), "out_ptr": out if home is None else home})
         try:
-            for name, one in own.items():
-                one.base = fitted(name, given[name])
+            for (name, one), x in zip(own.items(), (q, k, v)):
+                one.base = fitted(name, x)
             start(*own.values(), *theirs, p, together, world.device)
         finally:
             for one in own.values():

@@ -11,7 +11,7 @@ results of the next launch follow the first group of all ranks, so nobody is sti
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
 
 from ..declaration import Call, Launch
 from ..shared import copies
@@ -80,6 +81,25 @@ def sent(
     return copies.sending(call.world, boxes, inbox)
 
 
+def sending(
+    world: World, this: torch.Tensor, side: copies.Side, sends: Sequence[tuple[str, copies.Send]]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.cuda.Event | None]:
+    """send(q, k, v): count a launch in `this`, and queue the copies on `side`. Returns what to `side.reach`. sends: the
+    operand that it takes, or "this", and what sends it."""
+
+    def send(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.cuda.Event | None:
+        if world.streams is not None:
+            world.streams.follow()  # the world's last call may be on another stream
+        this.add_(1)
+        given = {"q": q, "k": k, "v": v, "this": this}
+        with side.behind() as stream:
+            for name, one in sends:
+                one(given[name], stream)
+            return side.mark()
+
+    return send
+
+
 def copied(call: Call, local: Local) -> Launch:
     """The plan."""
     world, itemsize, out = call.world, call.dtype.itemsize, call["out"]
@@ -107,7 +127,7 @@ def copied(call: Call, local: Local) -> Launch:
         target = copies.layout(b, s, h, d).narrow(2, rank * held.queries + heads.start, len(heads))
         return copies.boxes(owner, target.flatten(2), found.flatten(2), itemsize)
 
-    sends: list[tuple[str, copies.Send]] = []  # the operand that it takes, and what sends it
+    sends: list[tuple[str, copies.Send]] = []
     stages = []
     plain = [x.plain() for x in inboxes.values()]
     for at, group in enumerate(groups):
@@ -123,18 +143,12 @@ def copied(call: Call, local: Local) -> Launch:
         wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
         stages.append((wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
     own = [moved(name, rank, range(n)) for name, n in here.items()]
-    meet, this = copies.meeting(world), number.plain()
+    meet, send = copies.meeting(world), sending(world, number.plain(), side, sends)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        if world.streams is not None:
-            world.streams.follow()  # the world's last call may be on another stream
-        this.add_(1)
-        given = {"q": q, "k": k, "v": v, "this": this}
-        with side.behind() as stream:
-            for name, send in sends:
-                send(given[name], stream)
+        send(q, k, v)
         for move, x in zip(own, (q, k, v)):
             move(x, None)  # all groups, while the first one of the peers travels
         found = []  # kept until the copies have ended

@@ -62,7 +62,8 @@ def heads_together(costs: Sequence[float], heads: int, near: int, programs: int,
 def _most(costs: Sequence[float], heads: int, together: int, programs: int) -> float:
     """The work of the program that has the most, of the mean."""
     one = torch.tensor(costs, dtype=torch.float32, device="cpu")
-    order = torch.cat([one.repeat_interleave(min(together, heads - begin)) for begin in range(0, heads, together)])
+    times, rest = divmod(heads, together)
+    order = torch.cat((one.repeat_interleave(together).repeat(times), one.repeat_interleave(rest)))
     rounds = torch.nn.functional.pad(order, (0, -len(order) % programs)).view(-1, programs)
     rounds[1::2] = rounds[1::2].flip(1)
     return float(rounds.sum(0).max() * programs / order.sum())

@@ -14,7 +14,7 @@ fused: four kernels, one behind the other.
     a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
 
 gluon: the same with kernels 2 and 3 in specialised warps, see gluon_dq.py and gluon_dkv.py. Keys and values travel by
-    the copy engines.
+    the copy engines. In kernel 3 the ranks' keys take turns.
 
 parts: keys and values travel by the copy engines. torch computes the gradients of own keys, then of each rank's as they
     arrive; those of keys and values go home by the copy engines, in the operands' dtype. Sums over ranks are fp32 and

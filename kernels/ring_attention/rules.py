@@ -21,9 +21,9 @@ BACKWARD = {"fused": 260e12, "gluon": 480e12, "parts": 530e12}
 """FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_h200_2.json`,
 `ring_attention_backward_gluon_1.json`)."""
 NARROW = 0.9
-"""The rate of the Gluon kernels with D = 64 beside torch's, of that with 128; 0.90 to 0.95 were measured."""
+"""The speed of the Gluon kernels relative to torch's with D = 64, divided by that with 128: 0.90 to 0.95 measured."""
 FILL = 1400
-"""Positions with which torch's backward pass has half of its rate."""
+"""With so many positions torch's backward pass reaches half of its rate."""
 
 
 def lacks_gluon(world: World, q: torch.Tensor) -> str:

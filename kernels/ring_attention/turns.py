@@ -23,8 +23,8 @@ TASK = 3.0
 
 
 def blocks_seen(pieces: Sequence[Part], others: Sequence[Part], view: View, rows: int) -> list[int]:
-    """For each piece of queries, blocks of so many rows of other parts, of keys, in which a key is seen by one of its
-    queries. With `view.turned` the pieces are of keys, and the other parts of queries."""
+    """For each piece of queries, the number of blocks of `rows` keys of which one of its queries sees a key. others:
+    the parts of the keys. With `view.turned` the pieces are of keys, and the others of queries."""
     found = []
     for piece in pieces:
         end = min(piece.position + piece.rows, view.length)
@@ -38,17 +38,17 @@ def blocks_seen(pieces: Sequence[Part], others: Sequence[Part], view: View, rows
 def task_costs(
     call: Call, pieces: Sequence[Part], others: Sequence[Part], view: View, rows: int, heads: int = 1
 ) -> list[float]:  # fmt: skip
-    """What the tasks of a head cost, one for each of `pieces`, in blocks of so many rows, of so many heads of others.
-    With documents, which are known on the device alone, each costs as much."""
+    """The cost of each task of a head, one for each of `pieces`, in blocks of `rows` rows. heads: of the others that a
+    task looks at. With documents, which only the device knows, all tasks cost the same."""
     known = call["cu_seqlens"] is None
     seen = blocks_seen(pieces, others, view, rows) if known else [1] * len(pieces)
     return [TASK + heads * count for count in seen]
 
 
 def heads_together(costs: Sequence[float], heads: int, near: int, programs: int, unit: int = 1) -> int:
-    """How many heads at a time spread the work evenly: `near`, whose operands stay in the L2 cache, or else the fewest
-    multiples of `unit`, or else the most even number of those compared. costs: of the tasks of each head, in their
-    order."""
+    """How many heads to take at a time: `near`, whose operands stay in the L2 cache, if that spreads the work evenly;
+    else the smallest multiple of `unit` that does; else the most even number of those compared. costs: of the tasks of
+    each head, in their order."""
     near = min(near, heads)
     choices = [near, *range(unit, heads, max(heads // unit // CHOICES, 1) * unit), heads]
     uneven = []

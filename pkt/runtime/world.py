@@ -71,7 +71,7 @@ def current_world(call: str = "pkt.current_world()") -> World:
 
 
 ALONE = "/alone"
-"""What the name of a `World.alone` has behind that of its world."""
+"""The name of a `World.alone` is that of its world, and then this."""
 _ALONE_ENDS = f"{ALONE} {of_size(1)}"
 
 

@@ -1,5 +1,5 @@
-"""The kernels of the backward pass: gradients of this rank's queries, and its parts of those of everybody's keys and
-values, which go to their owners and are added there.
+"""The kernels of the backward pass: gradients of this rank's queries, which keys and values of all ranks come to, and
+of its keys and values, which queries of all ranks come to.
 
     weights = exp(scale * q @ k.T - lse)    slopes = weights * (dout @ v.T - delta)    delta = rowsum(dout * out) - dlse
     dq = scale * slopes @ k                 dk = scale * slopes.T @ q                  dv = weights.T @ dout
@@ -15,7 +15,7 @@ import triton.language as tl
 import pkt.language as pl
 
 from ..shared.tile_attention import LN2, blocks, interval, sight
-from .kernel import arrived, num_pieces, part, piece, push, visit
+from .kernel import arrived, num_pieces, piece, push_chunk, visit
 
 
 class Backward(NamedTuple):
@@ -27,21 +27,21 @@ class Backward(NamedTuple):
     v_ptr: Any  # as k
     dout_ptr: Any  # as q
     spans_ptr: Any  # int32 (2, size * S) this rank's, or None: the document of each position, see sequence.spans
-    rows_ptr: Any  # fp32 (2, B, H, S) this rank's: [0] lse in base 2, 0 of a row that sees no key; [1] delta. For the
-    # Gluon kernels each part of the rows is as long as its pieces of BLOCK_N rows, with zeros behind the last row
+    rows_ptr: Any  # fp32 (2, B, H, num_places) this rank's: [0] lse in base 2, 0 of a row that sees no key; [1] delta.
+    # Each part of the rows has whole pieces of PIECE places, with zeros behind the last row
     dq_ptr: Any  # as q
     dk_ptr: Any  # as k
     dv_ptr: Any  # as k
     k_inbox_ptr: Any  # (size - 1, B, S, KV, D) on every rank; rank - d stores [d - 1]
     v_inbox_ptr: Any  # as k_inbox
-    parts_ptr: Any  # fp32 (size, 2, B, S, KV, D) on every rank; rank + d stores [d], its parts of my dk and dv
-    ready_ptr: Any  # int32 (size - 1, B, chunks) on every rank, as of Attention
-    parted_ptr: (
-        Any  # int32 (size - 1, B, KV, pieces of BLOCK_N rows) on every rank; the number of the last launch whose
-    )
-    # part of rank + d is here
-    needs_ptr: Any  # int32 (size - 1, chunks) this rank's
+    q_inbox_ptr: Any  # (size - 1, B, S, H, D), as k_inbox
+    dout_inbox_ptr: Any  # as q_inbox
+    rows_inbox_ptr: Any  # fp32 (size - 1, 2, B, H, num_places), as k_inbox
+    ready_ptr: Any  # int32 (2, size - 1, B, chunks) on every rank: [0] of keys and values, as of Attention; [1] of
+    # queries, dout and their numbers
+    needs_ptr: Any  # int32 (2, size - 1, chunks) this rank's, as ready_ptr
     number_ptr: Any  # int32, this rank's: the number of this launch
+    bar_ptr: Any
     queue_ptr: Any
     num_comm_sms: Any
     B: Any
@@ -61,6 +61,22 @@ class Backward(NamedTuple):
     CHUNK: tl.constexpr
     BLOCK: tl.constexpr
     STAGES: tl.constexpr  # of loops that need no mask
+    PIECE: tl.constexpr  # see rows_ptr
+
+
+@triton.jit
+def num_places(p):
+    """Of the numbers of a head, see `Backward.rows_ptr`."""
+    return num_pieces(p, p.PIECE) * p.PIECE
+
+
+@triton.jit
+def place_of(row, p):
+    """Where the numbers of a row are among those of its head."""
+    if p.ZIGZAG:
+        first = (p.S + 1) // 2
+        row = tl.where(row < first, row, row - first + tl.cdiv(first, p.PIECE) * p.PIECE)
+    return row
 
 
 @triton.jit
@@ -126,14 +142,6 @@ def _tile(ptr, rows, p, ROWS: tl.constexpr, LD: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def _places(rows, p):
-    """Where the `rows` rows of a head of keys are, (BLOCK_N, BLOCK_D), and which of these elements are there."""
-    d = tl.arange(0, p.BLOCK_D)
-    n = tl.arange(0, p.BLOCK_N)
-    return n[:, None] * (p.KV * p.D) + d[None, :], (n < rows)[:, None] & (d < p.D)[None, :]
-
-
-@triton.jit
 def _row(begin, step, before, skipped, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """The first row of a step, as of `_attend`."""
     row = begin + step * ROWS
@@ -169,10 +177,11 @@ def _of_queries(
 
 @triton.jit
 def _of_keys(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, steps, before, skipped, rows, position, keys, p, world,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, begin, steps, before, skipped, rows, position, keys, p, world,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / scale and dv, with `steps` more blocks of queries. keys: the position of the first key."""
+    delta_ptr = lse_ptr + tl.cast(p.B * p.H, tl.int64) * num_places(p)
     m = tl.arange(0, p.BLOCK_M)
     at_keys = keys + tl.arange(0, p.BLOCK_N)
     ld: tl.constexpr = p.H * p.D
@@ -219,9 +228,9 @@ def _queries(task, p, world, epoch):
     base = ((b * p.S + row) * p.H + h) * p.D
     q = _tile(p.q_ptr + base, rows, p, p.BLOCK_M, p.H * p.D, True)
     dout = _tile(p.dout_ptr + base, rows, p, p.BLOCK_M, p.H * p.D, True)
-    of_rows = p.rows_ptr + (b * p.H + h) * p.S + row + m
+    of_rows = p.rows_ptr + (b * p.H + h) * num_places(p) + place_of(row, p) + m
     lse = tl.load(of_rows, mask=m < rows, other=0.0)
-    delta = tl.load(of_rows + tl.cast(p.B * p.H, tl.int64) * p.S, mask=m < rows, other=0.0)
+    delta = tl.load(of_rows + tl.cast(p.B * p.H, tl.int64) * num_places(p), mask=m < rows, other=0.0)
     dq = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
     for step in range(num_pieces(p, p.CHUNK) * world.size):
         c, distance, first, count, start = visit(step, rank, p, world)
@@ -244,121 +253,120 @@ def _queries(task, p, world, epoch):
 
 
 @triton.jit
-def is_seen(least, most, source, p, world):
-    """Whether a query of rank `source` is among the positions [least, most)."""
-    seen = False
-    for upper in tl.static_range(2 if p.ZIGZAG else 1):
-        _, rows, start = part(upper == 1, source, p, world)
-        seen = seen | (tl.maximum(least, start) < tl.minimum(most, start + rows))
-    return seen
+def _queries_of(c, distance, b, h, first, p, world):
+    """Queries, dout and numbers of head h of batch b from row `first` on, of the rank at a distance, when chunk c of
+    it is here."""
+    place = ((b * p.S + first) * p.H + h) * p.D
+    at = (b * p.H + h) * num_places(p) + place_of(first, p)
+    q_ptr = p.q_ptr + place
+    dout_ptr = p.dout_ptr + place
+    lse_ptr = p.rows_ptr + at
+    if world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+        if distance > 0:
+            chunks = num_pieces(p, p.CHUNK)
+            ready = p.ready_ptr + ((world.size - 2 + distance) * p.B + b) * chunks + c
+            pl.wait(ready, tl.load(p.number_ptr), world)
+            before = (distance - 1) * tl.cast(p.B * p.H, tl.int64)
+            q_ptr = p.q_inbox_ptr + before * p.S * p.D + place
+            dout_ptr = p.dout_inbox_ptr + before * p.S * p.D + place
+            lse_ptr = p.rows_inbox_ptr + before * 2 * num_places(p) + at
+    return q_ptr, dout_ptr, lse_ptr
 
 
 @triton.jit
 def keys_kernel(p, world):
-    """What this rank's queries make of dk and dv of BLOCK_N keys of a head, of all heads of queries that share it: a
-    program for each of these parts. It goes to the owner of the keys. Own keys come last, so that the parts of the
-    other ranks arrive meanwhile.
+    """dk and dv of BLOCK_N keys of a head, a program for each, over the queries of all ranks in the order of `visit`,
+    of all heads that share the keys.
 
-    It waits for nothing. A key is seen by the query at its own position, so the queries that see one of BLOCK_N keys
-    have consecutive positions. If one of them is here, then `queries_kernel` has waited for the chunk of these keys."""
+    A program waits for queries only, which the peers' `queries_kernel` pushes. That waits for nothing of this kernel,
+    so it does not matter how many of these programs the GPU holds at once."""
     tiles = num_pieces(p, p.BLOCK_N)
     task = tl.program_id(0)
     i = task % tiles
     g = task // tiles % p.KV
-    b = tl.cast(task // tiles // p.KV % p.B, tl.int64)
-    distance = (task // tiles // p.KV // p.B + 1) % world.size
+    b = tl.cast(task // tiles // p.KV, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
-    source = (rank - distance + world.size) % world.size
-    row, rows, position = piece(i, source, p, world, p.BLOCK_N)
+    row, rows, position = piece(i, rank, p, world, p.BLOCK_N)
     _low, _high, least, most, all_from, all_to = sight(
         position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
     )  # fmt: skip
-    if (distance == 0) | is_seen(least, most, rank, p, world):
-        place = ((b * p.S + row) * p.KV + g) * p.D
-        whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
-        k_ptr = p.k_ptr + place
-        v_ptr = p.v_ptr + place
-        if world.size > 1:
-            if distance > 0:
-                k_ptr = p.k_inbox_ptr + (distance - 1) * whole + place
-                v_ptr = p.v_inbox_ptr + (distance - 1) * whole + place
-        k = _tile(k_ptr, rows, p, p.BLOCK_N, p.KV * p.D, True)
-        v = _tile(v_ptr, rows, p, p.BLOCK_N, p.KV * p.D, True)
-        dk = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
-        dv = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
-        group: tl.constexpr = p.H // p.KV
-        parts: tl.constexpr = 2 if p.ZIGZAG else 1
-        for step in range(parts * group):
-            first, count, start = part(step >= group, rank, p, world)
-            begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_M)
-            if begin < end:
-                h = g * group + step % group
-                q_ptr = p.q_ptr + ((b * p.S + first) * p.H + h) * p.D
-                dout_ptr = p.dout_ptr + ((b * p.S + first) * p.H + h) * p.D
-                lse_ptr = p.rows_ptr + (b * p.H + h) * p.S + first
-                delta_ptr = lse_ptr + tl.cast(p.B * p.H, tl.int64) * p.S
-                dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin + full * p.BLOCK_M, unmasked, 0, 0, end,
-                    start, position, p, world, False,
-                )  # fmt: skip
-                dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, masked, full, unmasked * p.BLOCK_M, end,
-                    start, position, p, world, True,
-                )  # fmt: skip
-        dk *= p.scale * LN2
-        offs, inside = _places(rows, p)
-        if world.size == 1:
-            tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
-            tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
-        else:
-            slot = p.parts_ptr + distance * 2 * whole + place
-            pl.store(slot + offs, dk, source, world, mask=inside)
-            pl.store(slot + whole + offs, dv, source, world, mask=inside)
-            if distance > 0:
-                at = (((distance - 1) * p.B + b) * p.KV + g) * tiles + i
-                pl.signal(p.parted_ptr + at, source, world, tl.load(p.number_ptr), "set")  # publish
+    place = ((b * p.S + row) * p.KV + g) * p.D
+    k = _tile(p.k_ptr + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
+    v = _tile(p.v_ptr + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
+    dk = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
+    dv = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
+    group: tl.constexpr = p.H // p.KV
+    for step in range(num_pieces(p, p.CHUNK) * world.size * group):
+        c, distance, first, count, start = visit(step // group, rank, p, world)
+        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_M)
+        if begin < end:
+            q_ptr, dout_ptr, lse_ptr = _queries_of(c, distance, b, g * group + step % group, first, p, world)
+            dk, dv = _of_keys(
+                dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, begin + full * p.BLOCK_M, unmasked, 0, 0, end, start,
+                position, p, world, False,
+            )  # fmt: skip
+            dk, dv = _of_keys(
+                dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, begin, masked, full, unmasked * p.BLOCK_M, end,
+                start, position, p, world, True,
+            )  # fmt: skip
+    d = tl.arange(0, p.BLOCK_D)
+    n = tl.arange(0, p.BLOCK_N)
+    offs = n[:, None] * (p.KV * p.D) + d[None, :]
+    inside = (n < rows)[:, None] & (d < p.D)[None, :]
+    dk *= p.scale * LN2
+    tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def sum_kernel(p, world):
-    """dk and dv of this rank's keys: the sums of the parts of rank, rank + 1, rank + 2, ..., in this order."""
-    tiles = num_pieces(p, p.BLOCK_N)
-    rank = tl.cast(world.rank, tl.int32)
-    whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
-    number = tl.load(p.number_ptr)
-    for task in range(tl.program_id(0), p.B * p.KV * tiles, tl.num_programs(0)):
-        i = task % tiles
-        g = task // tiles % p.KV
-        b = tl.cast(task // tiles // p.KV, tl.int64)
-        row, rows, position = piece(i, rank, p, world, p.BLOCK_N)
-        # As the senders find it: a part that is not sent is zero.
-        _low, _high, least, most, _from, _to = sight(
-            position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
+def _push(task, p, world, number):
+    """Task `task` of those that push: all chunks of keys and values come first."""
+    chunks = num_pieces(p, p.CHUNK)
+    others = (world.size - 1) * chunks
+    if task < p.B * chunks:
+        push_chunk(
+            task, (p.k_ptr, p.v_ptr), (p.k_inbox_ptr, p.v_inbox_ptr), p.KV * p.D, p.needs_ptr, p.ready_ptr, p, world,
+            number,
         )  # fmt: skip
-        place = ((b * p.S + row) * p.KV + g) * p.D
-        dk = _tile(p.parts_ptr + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
-        dv = _tile(p.parts_ptr + whole + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
-        for distance in range(1, world.size):
-            if is_seen(least, most, (rank + distance) % world.size, p, world):
-                pl.wait(p.parted_ptr + (((distance - 1) * p.B + b) * p.KV + g) * tiles + i, number, world)
-                slot = p.parts_ptr + distance * 2 * whole + place
-                dk += _tile(slot, rows, p, p.BLOCK_N, p.KV * p.D, True)
-                dv += _tile(slot + whole, rows, p, p.BLOCK_N, p.KV * p.D, True)
-        offs, inside = _places(rows, p)
-        tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
-        tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
+    else:
+        task -= p.B * chunks
+        _push_numbers(task, p, world)
+        push_chunk(
+            task, (p.q_ptr, p.dout_ptr), (p.q_inbox_ptr, p.dout_inbox_ptr), p.H * p.D, p.needs_ptr + others,
+            p.ready_ptr + others * p.B, p, world, number,
+        )  # fmt: skip
+
+
+@triton.jit
+def _push_numbers(task, p, world):
+    """The numbers of chunk `task` of queries to every peer that needs it, whom a signal behind them will tell."""
+    chunks = num_pieces(p, p.CHUNK)
+    c = task % chunks
+    b = tl.cast(task // chunks, tl.int64)
+    rank = tl.cast(world.rank, tl.int32)
+    first, count, _ = piece(c, rank, p, world, p.CHUNK)
+    whole = tl.cast(p.B * p.H, tl.int64) * num_places(p)
+    n = 2 * p.H * count
+    for start in range(0, n, p.BLOCK):
+        i = start + tl.arange(0, p.BLOCK)
+        head = i // count
+        place = head // p.H * whole + (b * p.H + head % p.H) * num_places(p) + place_of(first, p) + i % count
+        x = tl.load(p.rows_ptr + place, mask=i < n)
+        for d in tl.static_range(1, world.size):
+            if tl.load(p.needs_ptr + (world.size - 2 + d) * chunks + c) != 0:
+                slot = p.rows_inbox_ptr + (d - 1) * 2 * whole + place
+                pl.store(slot, x, (rank + d) % world.size, world, mask=i < n)
 
 
 @triton.jit
 def queries_kernel(p, world):
-    """dq, while keys and values go to the other ranks.
-
-    No barrier is needed before they overwrite those of the last call. A rank that has read these has sent parts of
-    their gradients behind that, for which `sum_kernel` has waited here. It sends its next parts when it has the next
-    keys, so behind the last `sum_kernel`, which reads parts."""
-    chunks = p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
+    """dq, while keys and values, and then queries, go to the other ranks."""
+    chunks = 2 * p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
     epoch = pl.epoch(p.ready_ptr, world)
     if tl.program_id(0) == 0:
-        tl.store(p.number_ptr, epoch)  # for the kernels behind this one
+        tl.store(p.number_ptr, epoch)  # for the kernel behind this one
+    if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
+        # before overwrite: every rank's launch before has ended, and with it what reads its inboxes
+        pl.barrier(p.bar_ptr + tl.program_id(0), world)
     tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)
-    pl.lcsc(_queries, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+    pl.lcsc(_queries, _push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)

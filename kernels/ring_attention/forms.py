@@ -44,6 +44,7 @@ from ..shared.grid import barrier_counters, num_programs
 from ..shared.replays import in_one_call
 from . import rules
 from .exact import bound, reference
+from .exchange import pushing, windows
 from .kernel import Attention, attention_kernel
 from .parts import fits as fits_parts
 from .parts import planned_parts
@@ -58,10 +59,8 @@ from .planning import (
     documents,
     of_heads,
     planned,
-    pushing,
     shape_of,
     sizes,
-    windows,
 )  # fmt: skip
 from .sequence import Layout
 
@@ -211,7 +210,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
     counters = _counters(call, plan, "copied", call["b"], call["s"], call["g"] * call["d"])
     this_launch, side = counters[-1:], copies.Side(world)
     begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    push = pushing(call, plan, (keys, values), counters, side)
+    push = pushing(call, plan.pieces, plan.needs, (keys, values), counters, side)
     compute = attention_to(keys, values, counters)
 
     def launch(

@@ -1,10 +1,10 @@
 """The kernel of dk and dv in specialised warps: `backward.keys_kernel`, as gluon.py has the forward pass.
 
-The loader fills slots with a task's keys and values, and with blocks of this rank's queries and dout. Each of the two
-consumers has half of a task's keys. Its scores are transposed, keys by queries. So weights and slopes are in the
-registers as the tensor cores take them for the products with dout and with the queries, and never leave them. While the
-tensor cores multiply the values with dout, a consumer has the weights, and while they multiply these with dout the
-slopes.
+The loader fills slots with a task's keys and values, and with blocks of queries and dout, and waits for the ranks'
+chunks of these in the order of `kernel.visit`. Each of the two consumers has half of a task's keys. Its scores are
+transposed, keys by queries. So weights and slopes are in the registers as the tensor cores take them for the products
+with dout and with the queries, and never leave them. While the tensor cores multiply the values with dout, a consumer
+has the weights, and while they multiply these with dout the slopes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
-from .backward import is_seen
+from .backward import num_places, place_of
 from .gluon import REGISTERS, clear_behind, open_slots, turn, turns
-from .gluon_dq import num_places, place_of, rounded, seen_alone, weigh
-from .kernel import num_pieces, part, piece
+from .gluon_dq import rounded, seen_alone, weigh
+from .kernel import num_pieces, piece, visit
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
@@ -38,8 +38,6 @@ class KeysTask:
 
     b: gl.tensor
     g: gl.tensor  # the head of keys
-    distance: gl.tensor  # to their rank, which is rank - distance
-    source: gl.tensor  # their rank
     row: gl.tensor  # the first key's
     rows: gl.tensor
     position: gl.tensor  # the first key's
@@ -48,6 +46,23 @@ class KeysTask:
     all_from: gl.tensor
     all_to: gl.tensor
     padding: gl.tensor  # queries from here on may be padding
+
+
+@aggregate
+class Blocks:
+    """Blocks of queries of a head that a task looks at in a step. Blocks from `clear` on, up to clear_to, need no mask.
+    Queries from position `end` on see none of the keys; those from `here` on may be padding, or have not come."""
+
+    h: gl.tensor
+    distance: gl.tensor  # to their rank, which is rank - distance
+    chunk: gl.tensor  # of their rank's
+    row: gl.tensor  # the first query's
+    position: gl.tensor  # the first query's
+    count: gl.tensor
+    clear: gl.tensor
+    clear_to: gl.tensor
+    end: gl.tensor
+    here: gl.tensor
 
 
 @aggregate
@@ -62,12 +77,12 @@ class KeysJob:
 
     @gluon.jit
     def pieces(self):
-        """Of a head's keys of a rank."""
+        """Of a head's keys."""
         return num_pieces(self.p, CONSUMERS * self.p.BLOCK_N)
 
     @gluon.jit
     def tasks(self):
-        return self.world.size * self.p.B * self.p.KV * self.pieces()
+        return self.p.B * self.p.KV * self.pieces()
 
     @gluon.jit
     def sees(self, position, inside):
@@ -77,18 +92,14 @@ class KeysJob:
 
     @gluon.jit
     def task(self, t):
-        """Task t. Of some heads at a time all tasks come, those that most queries see under a causal mask first. The
-        ranks' keys take turns, own ones last, so that parts travel all the time, and few of them at once."""
-        SIZE: gl.constexpr = self.world.size
-        each = SIZE * self.pieces()  # tasks of a head
-        begin = t // (self.together * each) * self.together
+        """Task t. Of some heads at a time all tasks come, those that most queries see under a causal mask first."""
+        each = self.together * self.pieces()
+        begin = t // each * self.together
         heads = gl.minimum(self.p.B * self.p.KV - begin, self.together)
-        r = t % (self.together * each)
-        head = begin + r % heads
-        distance = (r // heads + 1) % SIZE
-        source = (self.rank - distance + SIZE) % SIZE
-        i = r // heads // SIZE
-        row, rows, position = piece(i, source, self.p, self.world, CONSUMERS * self.p.BLOCK_N)
+        head = begin + t % each % heads
+        row, rows, position = piece(
+            t % each // heads, self.rank, self.p, self.world, CONSUMERS * self.p.BLOCK_N
+        )  # fmt: skip
         # The queries that see a key ascend with its row, as the keys in `gluon.Job.task`.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
@@ -97,32 +108,26 @@ class KeysJob:
         if self.p.spans_ptr is not None:
             padding = most
         return KeysTask(
-            head // self.p.KV, head % self.p.KV, distance, source, row, rows, position, least, most,
-            all_from, all_to, padding,
+            head // self.p.KV, head % self.p.KV, row, rows, position, least, most, all_from, all_to, padding
         )  # fmt: skip
 
     @gluon.jit
     def steps(self):
-        """Parts of this rank's queries, each with all heads that share the keys."""
-        PARTS: gl.constexpr = 2 if self.p.ZIGZAG else 1
-        return PARTS * (self.p.H // self.p.KV)
-
-    @gluon.jit
-    def seen(self, task):
-        """Whether a query here sees one of the task's keys. Else nobody computes or waits for anything of it."""
-        return (task.distance == 0) | is_seen(task.least, task.most, self.rank, self.p, self.world)
+        """Those of `visit`, each with all heads that share the keys."""
+        return num_pieces(self.p, self.p.CHUNK) * self.world.size * (self.p.H // self.p.KV)
 
     @gluon.jit
     def looked_at(self, step, task):
-        """Which blocks of queries the task looks at in a step: the row and the position of the first, how many, and
-        which of them need no mask, [clear, clear_to). Queries from position `end` on see none of the keys; those from
-        `here` on may be padding, or another part's."""
-        first, count, start = part(step >= self.p.H // self.p.KV, self.rank, self.p, self.world)
+        """What the task looks at in a step."""
+        GROUP: gl.constexpr = self.p.H // self.p.KV
+        chunk, distance, first, count, start = visit(step // GROUP, self.rank, self.p, self.world)
         begin, end, full, unmasked, masked = blocks(
             start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_M
         )  # fmt: skip
-        here = gl.minimum(start + count, task.padding)
-        return first + begin, start + begin, unmasked + masked, full, full + unmasked, start + end, here
+        return Blocks(
+            task.g * GROUP + step % GROUP, distance, chunk, first + begin, start + begin, unmasked + masked, full,
+            full + unmasked, start + end, gl.minimum(start + count, task.padding),
+        )  # fmt: skip
 
     @gluon.jit
     def kept(self, here, at, row):
@@ -140,22 +145,18 @@ class QuerySlots:
     douts: gl.shared_memory_descriptor  # as queries
     lse: gl.shared_memory_descriptor  # fp32 (STAGES, BLOCK_M)
     delta: gl.shared_memory_descriptor  # as lse
-    full: gl.shared_memory_descriptor  # a barrier a slot: it has been filled
+    full: gl.shared_memory_descriptor  # a barrier a slot: it has been filled; one more: rows have come of which the
+    # last are to be cleared
     empty: gl.shared_memory_descriptor  # a barrier a slot: it is free
     STAGES: gl.constexpr
 
     @gluon.jit
-    def filled(self, n):
-        """The barrier that lets the slot of block n be taken."""
-        return self.full.index(n % self.STAGES)
-
-    @gluon.jit
-    def fill(self, n, q, dout, numbers, b, row, column, at, delta_at, full):
+    def fill(self, n, q, dout, numbers, b, row, column, at, delta_at, cut):
         """Fill the slot of block n: from (b, row, column) of q and dout, and from two places of the numbers. Rows
-        behind the last one of q are 0. full: the barrier that will know. Where it is not `filled`, `keep_first` lets
-        the slot be taken."""
+        behind the last one of q are 0. If `cut`, `keep_first` lets the slot be taken."""
         slot = n % self.STAGES
         mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
+        full = self.full.index(gl.where(cut, self.STAGES, slot))
         DTYPE: gl.constexpr = self.queries.dtype
         ROWS: gl.constexpr = self.queries.shape[1]
         COLUMNS: gl.constexpr = self.queries.shape[2]
@@ -168,13 +169,13 @@ class QuerySlots:
         tma.async_copy_global_to_shared(numbers, [delta_at], full, self.delta.index(slot))
 
     @gluon.jit
-    def keep_first(self, n, rows, landed, phase):
-        """Set all but the first `rows` rows of block n to 0. landed: the barrier of `fill`, in `phase`."""
-        mbarrier.wait(landed, phase)
+    def keep_first(self, n, rows, cuts):
+        """Set all but the first `rows` rows of block n to 0. cuts: blocks that were cut before."""
+        mbarrier.wait(self.full.index(self.STAGES), cuts & 1)
         clear_behind(self.queries.index(n % self.STAGES), rows)
         clear_behind(self.douts.index(n % self.STAGES), rows)
         fence_async_shared()
-        mbarrier.arrive(self.filled(n), count=1)
+        mbarrier.arrive(self.full.index(n % self.STAGES), count=1)
 
     @gluon.jit
     def take(self, n):
@@ -198,7 +199,7 @@ def open_query_slots(q, numbers, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUM
     douts = gl.allocate_shared_memory(q.dtype, [STAGES, ROWS, COLUMNS], LAYOUT)
     lse = gl.allocate_shared_memory(numbers.dtype, [STAGES, ROWS], numbers.layout)
     delta = gl.allocate_shared_memory(numbers.dtype, [STAGES, ROWS], numbers.layout)
-    return QuerySlots(queries, douts, lse, delta, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS), STAGES)
+    return QuerySlots(queries, douts, lse, delta, open_barriers(STAGES + 1), open_barriers(STAGES, CONSUMERS), STAGES)
 
 
 @aggregate
@@ -208,86 +209,80 @@ class KeysMemory:
     keys: gl.tuple  # Slots of each consumer for its half of a task. With one slot each its address is a constant
     values: gl.tuple  # as keys
     queries: QuerySlots
-    landed: gl.shared_memory_descriptor  # a barrier: rows have come of which the last are to be cleared
 
 
 # ------------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
-def load_for_dkv(p, job, memory, q, dout, numbers, own, inboxes):
-    """The loader. own, inboxes: as of `gluon.load`. numbers: all of `Backward.rows_ptr`, one after the other."""
-    GROUP: gl.constexpr = p.H // p.KV
-    m = 0
+def load_for_dkv(p, job, memory, k, v, own, inboxes):
+    """The loader. own, inboxes: queries, dout and numbers of this rank, and of the others, see the kernel."""
     n = 0
-    cleared = 0  # slots
-    for k in range(turns(job.tasks())):
-        task = job.task(turn(k))
-        if job.seen(task):
-            for c in gl.static_range(CONSUMERS):
-                row = task.row + c * p.BLOCK_N
-                if task.distance == 0:
-                    memory.keys[c].load(m, own[0], task.b, row, task.g * p.D)
-                    memory.values[c].load(m, own[1], task.b, row, task.g * p.D)
+    cuts = 0  # blocks
+    for t in range(turns(job.tasks())):
+        task = job.task(turn(t))
+        for c in gl.static_range(CONSUMERS):
+            memory.keys[c].load(t, k, task.b, task.row + c * p.BLOCK_N, task.g * p.D)
+            memory.values[c].load(t, v, task.b, task.row + c * p.BLOCK_N, task.g * p.D)
+        for step in range(job.steps()):
+            seen = job.looked_at(step, task)
+            if seen.count > 0:
+                if step % (p.H // p.KV) == 0:
+                    await_queries(seen, task, job)
+            for i in range(seen.count):
+                down = i * p.BLOCK_M
+                rows = job.kept(seen.here, seen.position + down, seen.row + down)
+                cut = rows < p.BLOCK_M
+                if seen.distance == 0:
+                    fetch_queries(memory.queries, n, own, 0, seen, down, cut, task, p)
                 else:
-                    b = task.b + (task.distance - 1) * p.B
-                    memory.keys[c].load(m, inboxes[0], b, row, task.g * p.D)
-                    memory.values[c].load(m, inboxes[1], b, row, task.g * p.D)
-            m += 1
-            for step in range(job.steps()):
-                row, position, count, _, _, _, here = job.looked_at(step, task)
-                h = task.g * GROUP + step % GROUP
-                at = (task.b * p.H + h) * num_places(p) + place_of(row, p)
-                for i in range(count):
-                    down = i * p.BLOCK_M
-                    behind = at + down + p.B * p.H * num_places(p)
-                    rows = job.kept(here, position + down, row + down)
-                    if rows < p.BLOCK_M:
-                        memory.queries.fill(
-                            n, q, dout, numbers, task.b, row + down, h * p.D, at + down, behind, memory.landed
-                        )
-                        memory.queries.keep_first(n, rows, memory.landed, cleared & 1)
-                        cleared += 1
-                    else:
-                        memory.queries.fill(
-                            n,
-                            q,
-                            dout,
-                            numbers,
-                            task.b,
-                            row + down,
-                            h * p.D,
-                            at + down,
-                            behind,
-                            memory.queries.filled(n),
-                        )
-                    n += 1
+                    fetch_queries(memory.queries, n, inboxes, seen.distance - 1, seen, down, cut, task, p)
+                if cut:
+                    memory.queries.keep_first(n, rows, cuts)
+                    cuts += 1
+                n += 1
+
+
+@gluon.jit
+def await_queries(seen, task, job):
+    """Wait for the chunk of a step's queries."""
+    if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+        if seen.distance > 0:
+            at = (job.world.size - 2 + seen.distance) * job.p.B + task.b
+            at = at * num_pieces(job.p, job.p.CHUNK) + seen.chunk
+            pl.wait(job.p.ready_ptr + at, job.number, job.world)
+
+
+@gluon.jit
+def fetch_queries(slots, n, of, rank, seen, down, cut, task, p):
+    """Fill slot n from `down` rows behind the first of a step, of the tensors `of` one or more ranks."""
+    q, dout, numbers = of
+    at = ((rank * 2 * p.B + task.b) * p.H + seen.h) * num_places(p) + place_of(seen.row, p) + down
+    delta_at = at + p.B * p.H * num_places(p)
+    slots.fill(n, q, dout, numbers, rank * p.B + task.b, seen.row + down, seen.h * p.D, at, delta_at, cut)
 
 
 @gluon.jit
 def compute_dkv(CONSUMER: gl.constexpr, p, job, memory):
     """A consumer."""
     RESULT: gl.constexpr = accumulator(p.D, gl.num_warps())
-    m = 0
     n = 0
-    for k in range(turns(job.tasks())):
-        task = job.task(turn(k))
-        if job.seen(task):
-            dk = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
-            dv = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
-            keys = memory.keys[CONSUMER].take(m)
-            values = memory.values[CONSUMER].take(m)
-            position = task.position + CONSUMER * p.BLOCK_N
-            rows = task.rows - CONSUMER * p.BLOCK_N
-            for step in range(job.steps()):
-                _, at, count, clear, clear_to, end, _ = job.looked_at(step, task)
-                for i in range(count):
-                    masked = (i < clear) | (i >= clear_to)
-                    down = at + i * p.BLOCK_M
-                    dk, dv = add_block(dk, dv, keys, values, n, masked, down, end, position, rows, job, memory)
-                    n += 1
-            memory.keys[CONSUMER].free(m)
-            memory.values[CONSUMER].free(m)
-            m += 1
-            send(CONSUMER, dk, dv, task, job, p)
+    for t in range(turns(job.tasks())):
+        task = job.task(turn(t))
+        dk = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
+        dv = gl.zeros((p.BLOCK_N, p.D), gl.float32, RESULT)
+        keys = memory.keys[CONSUMER].take(t)
+        values = memory.values[CONSUMER].take(t)
+        position = task.position + CONSUMER * p.BLOCK_N
+        rows = task.rows - CONSUMER * p.BLOCK_N
+        for step in range(job.steps()):
+            seen = job.looked_at(step, task)
+            for i in range(seen.count):
+                masked = (i < seen.clear) | (i >= seen.clear_to)
+                down = seen.position + i * p.BLOCK_M
+                dk, dv = add_block(dk, dv, keys, values, n, masked, down, seen.end, position, rows, job, memory)
+                n += 1
+        memory.keys[CONSUMER].free(t)
+        memory.values[CONSUMER].free(t)
+        store_dkv(CONSUMER, dk, dv, task, job, p)
 
 
 @gluon.jit
@@ -321,9 +316,8 @@ def add_block(dk, dv, keys, values, n, masked, at, end, position, rows, job, mem
 
 
 @gluon.jit
-def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
-    """Store a consumer's part of dk and dv where their keys are, with a signal; on one rank dk and dv themselves. If
-    nobody here sees one half of a task's keys, `sum_kernel` does not read what comes of it."""
+def store_dkv(CONSUMER: gl.constexpr, dk, dv, task, job, p):
+    """Store a consumer's dk and dv."""
     RESULT: gl.constexpr = dk.type.layout
     row = task.row + CONSUMER * p.BLOCK_N
     rows = task.rows - CONSUMER * p.BLOCK_N
@@ -336,18 +330,8 @@ def send(CONSUMER: gl.constexpr, dk, dv, task, job, p):
         position = task.position + CONSUMER * p.BLOCK_N
         dk = seen_alone(dk * (p.scale * LN2), position, rows, job)
         dv = seen_alone(dv, position, rows, job)
-        if job.world.size == 1:  # the store rounds
-            gl.store(p.dk_ptr + base + places, dk, mask=inside)
-            gl.store(p.dv_ptr + base + places, dv, mask=inside)
-        else:
-            whole = gl.cast(p.B * p.S, gl.int64) * p.KV * p.D
-            target = pl.peer(p.parts_ptr + task.distance * 2 * whole + base, task.source, job.world)
-            gl.store(target + places, dk, mask=inside)
-            gl.store(target + whole + places, dv, mask=inside)
-            if task.distance > 0:
-                at = ((task.distance - 1) * p.B + task.b) * p.KV + task.g
-                at = at * num_pieces(p, p.BLOCK_N) + place_of(row, p) // p.BLOCK_N
-                pl.signal(p.parted_ptr + at, task.source, job.world, job.number, "set")  # publish
+        gl.store(p.dk_ptr + base + places, dk, mask=inside)  # the store rounds
+        gl.store(p.dv_ptr + base + places, dv, mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -358,19 +342,20 @@ def gluon_dkv_kernel(
     numbers,  # fp32 (2 * B * H * num_places) this rank's, see Backward.rows_ptr; blocks of BLOCK_M
     k,  # (B, S, KV * D) this rank's, blocks of 1 x BLOCK_N x D
     v,  # as k
-    k_inbox,  # ((size - 1) * B, S, KV * D) this rank's, blocks as of k
-    v_inbox,  # as k_inbox
+    q_inbox,  # ((size - 1) * B, S, H * D) this rank's, blocks as of q
+    dout_inbox,  # as q_inbox
+    numbers_inbox,  # fp32 ((size - 1) * 2 * B * H * num_places) this rank's, blocks as of numbers
     p,  # Backward, without the tensors above; BLOCK_N: keys of a consumer
     together,  # heads of keys of all batches that programs work on at a time
     world,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """The module's kernel: shared memory, barriers, and who does what. It waits for nothing, as `keys_kernel`."""
+    """The module's kernel: shared memory, barriers, and who does what."""
     keys = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
     values = open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1), open_slots(q.dtype, 1, p.BLOCK_N, p.D, 1)
     queries = open_query_slots(q, numbers, STAGES, p.BLOCK_M, p.D)
-    memory = KeysMemory(keys, values, queries, open_barriers(1).index(0))
+    memory = KeysMemory(keys, values, queries)
     number = 0
     if world.size > 1:
         number = gl.load(p.number_ptr)
@@ -379,7 +364,7 @@ def gluon_dkv_kernel(
         [
             (compute_dkv, (0, p, job, memory)),
             (compute_dkv, (1, p, job, memory)),
-            (load_for_dkv, (p, job, memory, q, dout, numbers, (k, v), (k_inbox, v_inbox))),
+            (load_for_dkv, (p, job, memory, k, v, (q, dout, numbers), (q_inbox, dout_inbox, numbers_inbox))),
         ],
         [num_warps, 1],
         REGISTERS,

@@ -16,8 +16,8 @@ from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.tile_attention import LN2
+from .backward import num_places, place_of
 from .gluon import REGISTERS, Job, Slots, arrived, fetch, open_slots, turn, turns
-from .kernel import num_pieces
 
 
 # ----------------------------------------------------------------------------------------------- weights and slopes
@@ -41,21 +41,6 @@ def weigh(scores, lse, masked, at, end, position, rows, job):
         seen = (column[None, :] >= low[:, None]) & (column[None, :] < gl.minimum(high, end)[:, None])
         weights = gl.where(seen, weights, 0.0)
     return weights
-
-
-@gluon.jit
-def num_places(p):
-    """Numbers of a head in `Backward.rows_ptr`."""
-    return num_pieces(p, p.BLOCK_N) * p.BLOCK_N
-
-
-@gluon.jit
-def place_of(row, p):
-    """Where the numbers of a row are among those of its head. TMA takes blocks that begin at whole 16 bytes."""
-    if p.ZIGZAG:
-        first = (p.S + 1) // 2
-        row = gl.where(row < first, row, row - first + gl.cdiv(first, p.BLOCK_N) * p.BLOCK_N)
-    return row
 
 
 @gluon.jit

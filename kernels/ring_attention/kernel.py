@@ -155,28 +155,36 @@ def _compute(task, p, world, epoch):
 
 @triton.jit
 def push(task, p, world, epoch):
-    """Chunk `task` of my keys and values to every peer that needs it: one load, then a store to each."""
+    """Chunk `task` of my keys and values to every peer that needs it."""
+    push_chunk(
+        task, (p.k_ptr, p.v_ptr), (p.k_inbox_ptr, p.v_inbox_ptr), p.KV * p.D, p.needs_ptr, p.ready_ptr, p, world, epoch
+    )  # fmt: skip
+
+
+@triton.jit
+def push_chunk(task, own, inboxes, WIDTH: tl.constexpr, needs_ptr, ready_ptr, p, world, epoch):
+    """Chunk `task` of two tensors of this rank with rows of WIDTH elements, into their inboxes on every peer that needs
+    it: one load, then a store to each, and a signal."""
     chunks = num_pieces(p, p.CHUNK)
     c = task % chunks
     b = tl.cast(task // chunks, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
     first, count, _ = piece(c, rank, p, world, p.CHUNK)
-    shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
-    place = (b * p.S + first) * p.KV * p.D
-    n = count * p.KV * p.D
+    shard = tl.cast(p.B * p.S, tl.int64) * WIDTH
+    place = (b * p.S + first) * WIDTH
+    n = count * WIDTH
     for start in range(0, n, p.BLOCK):
         offs = start + tl.arange(0, p.BLOCK)
-        k = tl.load(p.k_ptr + place + offs, mask=offs < n)
-        v = tl.load(p.v_ptr + place + offs, mask=offs < n)
+        x = tl.load(own[0] + place + offs, mask=offs < n)
+        y = tl.load(own[1] + place + offs, mask=offs < n)
         for d in tl.static_range(1, world.size):
-            if tl.load(p.needs_ptr + (d - 1) * chunks + c) != 0:
-                slot = p.k_inbox_ptr + (d - 1) * shard + place + offs
-                pl.store(slot, k, (rank + d) % world.size, world, mask=offs < n)
-                slot = p.v_inbox_ptr + (d - 1) * shard + place + offs
-                pl.store(slot, v, (rank + d) % world.size, world, mask=offs < n)
+            if tl.load(needs_ptr + (d - 1) * chunks + c) != 0:
+                slot = (d - 1) * shard + place + offs
+                pl.store(inboxes[0] + slot, x, (rank + d) % world.size, world, mask=offs < n)
+                pl.store(inboxes[1] + slot, y, (rank + d) % world.size, world, mask=offs < n)
     for d in tl.static_range(1, world.size):
-        if tl.load(p.needs_ptr + (d - 1) * chunks + c) != 0:
-            counter = p.ready_ptr + ((d - 1) * p.B + b) * chunks + c
+        if tl.load(needs_ptr + (d - 1) * chunks + c) != 0:
+            counter = ready_ptr + ((d - 1) * p.B + b) * chunks + c
             pl.signal(counter, (rank + d) % world.size, world, epoch, "set")  # publish
 
 

@@ -28,8 +28,8 @@ from ..shared import copies
 from ..shared.grid import barrier_counters
 from ..shared.torch_attention import Kernel, kernel_for
 from .exact import view_of
+from .exchange import windows
 from .merge import merge_kernel
-from .planning import windows
 from .sequence import parts
 
 ROWS = 32
@@ -103,15 +103,16 @@ def fits(call: Call) -> str:
 
 
 class Ring:
-    """What both passes plan: rectangles, and the copies of keys and values to the ranks that see them. Collective."""
+    """What both passes plan: rectangles, and the copies of keys and values to the ranks that see them, into inboxes of
+    a name, see `windows`. Collective."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, name: str) -> None:
         self.world = world = call.world
         self.b, self.s, self.h, self.g, self.d = (call[letter] for letter in "bshgd")
         self.causal, self.layout, self.itemsize = _is_causal(call), call["layout"], call.dtype.itemsize
         self.scale = self.d**-0.5 if call["scale"] is None else call["scale"]
         self.kernel = _kernel(call)
-        size, inboxes = world.size, windows(call, call.name)  # as the other forms of the pass
+        size, inboxes = world.size, windows(call, name)
         # [d - 1]: the keys of rank - d are here; [size - 2 + d]: so are the gradients that rank + d has of mine.
         self.counters = world.keep(
             (call.name, "ready", "parts"), lambda: signals(2 * size - 1, name=f"{call.name}.parts", world=world)
@@ -176,7 +177,7 @@ class Ring:
 
 def planned_parts(call: Call) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse)."""
-    ring, bar = Ring(call), barrier_counters(call.world)
+    ring, bar = Ring(call, call.name), barrier_counters(call.world)  # inboxes as of the other forms
     start = cooperative_launch(call.world, copies.begin_kernel, (1,), num_warps=1)
     firsts = (0, *(seen.queries.start for _, seen in ring.seen))
     programs, block_d = ring.b * ring.h * triton.cdiv(ring.s, ROWS), triton.next_power_of_2(max(ring.d, 16))
@@ -204,7 +205,8 @@ def planned_parts(call: Call) -> Launch:
 
 def planned_backward(call: Call) -> Launch:
     """launch(dout, q, k, v, result, lse, out, dlse, cu_seqlens, dk, dv)."""
-    ring, home = Ring(call), windows(call, f"{call.name}.home")
+    # Without a barrier there is no telling whether the kernels of another form still read its inboxes.
+    ring, home = Ring(call, f"{call.name}.parts"), windows(call, f"{call.name}.home")
     rank, size = call.world.rank, call.world.size
     sends = [ring.to_peer(d, (rank - d) % size, seen, False, home, size - 2 + d) for d, seen in ring.seen]
     parts_home, next_ = ring.received(home), beside_launch(call.world, next_kernel, (1,), num_warps=1)

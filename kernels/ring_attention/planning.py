@@ -1,22 +1,19 @@
-"""What the forward and the backward pass plan alike: checks of arguments, chunks and tasks, windows for keys."""
+"""What the forward and the backward pass plan alike: checks of arguments, chunks and tasks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.pool import outside_pools
-from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, choice, flag, integer, number
-from ..shared import attention, copies
+from ..shared import attention
 from ..shared.grid import COPY_BYTES
 from . import sequence
 from .exact import view_of
@@ -82,8 +79,19 @@ def planned(call: Call, tiles: attention.Tiles | None = None) -> Plan:
     most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n
     chunks = sequence.pieces(s, layout, rank, size, most)
     blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
-    needs = [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
-    return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs)
+    return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs_of(call, chunks, view))
+
+
+def needs_of(call: Call, chunks: Sequence[sequence.Part], view: View) -> list[list[bool]]:
+    """[d - 1][c]: rank + d needs chunk c of this rank's keys; of its queries with `view.turned`."""
+    s, layout, (rank, size) = call["s"], call["layout"], (call.world.rank, call.world.size)
+    return [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
+
+
+def num_places(call: Call, piece: int) -> int:
+    """Of the numbers of a head's rows whose parts have whole pieces of `piece` places, see `Backward.rows_ptr`."""
+    held = sequence.parts(call["s"], call["layout"], 0, 1)
+    return len(held) * triton.cdiv(held[0].rows, piece) * piece
 
 
 def sizes(call: Call, plan: Plan) -> dict[str, Any]:
@@ -107,48 +115,3 @@ def documents(call: Call) -> Callable[[torch.Tensor | None], torch.Tensor | None
     device, total = call.world.torch_device, call["s"] * call.world.size
     positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
     return lambda cu_seqlens: None if cu_seqlens is None else sequence.spans(cu_seqlens, positions, total)
-
-
-def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTensor]:
-    """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls of `name` with such operands.
-    Collective."""
-    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
-    shape = (world.size - 1, b, s, g, d) if world.size > 1 else (1,)
-
-    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
-        keys, values = (
-            empty(*shape, dtype=call.dtype, name=f"{name}.{of}", world=world) for of in ("keys", "values")
-        )  # fmt: skip
-        return keys, values
-
-    return world.keep((name, "windows", b, s, g, d, call.dtype), make)
-
-
-def pushing(
-    call: Call, plan: Plan, inboxes: Sequence[SymmetricTensor], counters: SymmetricTensor, side: copies.Side
-) -> Callable[[torch.Tensor, torch.Tensor], torch.cuda.Event | None]:
-    """push(k, v), on `side` behind the current stream: for each chunk that a peer needs, copy engines move its keys and
-    its values, and tell the peer. Returns what to `side.reach`. inboxes: as of `windows`. counters: those of the chunks
-    come first, the number of the launch comes last."""
-    world, (b, s, run) = call.world, (call["b"], call["s"], call["g"] * call["d"])
-    rank, size, chunks = world.rank, world.size, len(plan.pieces)
-    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
-    parts = []
-    for i, c, d in product(range(b), range(chunks), range(1, size)):
-        piece, peer, at = plan.pieces[c], (rank + d) % size, ((d - 1) * b + i) * chunks + c
-        if plan.needs[d - 1][c]:
-            here = slice(piece.row * run, (piece.row + piece.rows) * run)
-            boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], call.dtype.itemsize)
-            moves = [copies.sending(world, boxes, inbox) for inbox in inboxes]
-            parts.append((*moves, copies.telling(world, peer, counters, at)))
-    this = counters[-1:].plain()
-
-    def push(k: torch.Tensor, v: torch.Tensor) -> torch.cuda.Event | None:
-        with side.behind() as stream:
-            for move_keys, move_values, tell in parts:
-                move_keys(k, stream)
-                move_values(v, stream)
-                tell(this, stream)
-            return side.mark()
-
-    return push

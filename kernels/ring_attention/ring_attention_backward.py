@@ -1,27 +1,25 @@
 """The backward pass of `pkt.ring_attention`: gradients of queries, and of keys and values by their owners.
 
-fused: four kernels, one behind the other.
+fused: three kernels, one behind the other.
 
     1. Each row's delta, from `dout` and the result.
-    2. dq: some programs push keys and values as in the forward pass, but without a barrier. The others take BLOCK_M
-       queries of a head at a time, over the keys of all ranks as they arrive, own ones first.
-    3. dk and dv: a program for BLOCK_N keys of a head of any rank, over this rank's queries. Its part is fp32, and goes
-       to an inbox of the rank that has the keys, with a signal. Own keys come last.
-    4. The owner adds the parts of rank, rank + 1, rank + 2, ..., in this order, as each has come. So the result is the
-       same in every run, to the last bit. On one rank kernel 3 stores dk and dv, and nothing is added.
+    2. dq: some programs push keys and values as in the forward pass, and then queries, dout and what kernel 1 found.
+       The others take BLOCK_M queries of a head at a time, over the keys of all ranks as they arrive, own ones first.
+    3. dk and dv: a program for BLOCK_N keys of a head of this rank, over the queries of all ranks, own ones first.
 
-    Scores are computed twice, in 2 and in 3: with atomics, which need this once, the order would not be fixed. A mask,
-    a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
+    Each sum has one order, so the result is the same in every run, to the last bit. Scores are computed twice, in 2 and
+    in 3: with atomics, which need this once, the order would not be fixed. A mask, a window or the end of a document
+    also hides rows: chunks that nobody on a rank sees are not sent there.
 
-gluon: the same with kernels 2 and 3 in specialised warps, see gluon_dq.py and gluon_dkv.py. Keys and values travel by
-    the copy engines. In kernel 3 the ranks' keys take turns.
+gluon: the same with kernels 2 and 3 in specialised warps, see gluon_dq.py and gluon_dkv.py. All that travels is moved
+    by the copy engines.
 
 parts: keys and values travel by the copy engines. torch computes the gradients of own keys, then of each rank's as they
     arrive; those of keys and values go home by the copy engines, in the operands' dtype. Sums over ranks are fp32 and
     in a fixed order. See parts.py.
 
-Beside the keys and values as in the forward pass, 8 * (size - 1) * B * S * KV * D bytes leave each rank, less what
-nobody sees; in "parts" 2 * itemsize * (size - 1) * B * S * KV * D.
+Beside the keys and values as in the forward pass, (size - 1) times the bytes of q and dout leave each rank, and 8 bytes
+for each row and head of q, less what nobody sees; in "parts" (size - 1) times the bytes of k and v.
 
 With D of 64 and 128 in bf16 no kernel spills with the default tiles, compiled for sm_90 and sm_100. With D = 256 and in
 fp32 some do.
@@ -38,7 +36,6 @@ import triton.language as tl
 
 from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
-from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.world import World
 
@@ -47,12 +44,13 @@ from ..operator import Operator
 from ..shared import attention, copies
 from ..shared.attention import Tiles
 from ..shared.checks import FLOATS
-from ..shared.grid import COPY_OPTIONS, num_programs
+from ..shared.grid import barrier_counters, num_programs
 from ..shared.replays import with_memory
 from . import rules
-from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
+from .backward import Backward, keys_kernel, queries_kernel, rows_kernel
 from .exact_backward import bound, reference
-from .parts import fits, next_kernel, planned_backward
+from .exchange import Exchange, pushing
+from .parts import fits, planned_backward
 from .planning import (
     ARGUMENTS,
     CHUNK,
@@ -60,14 +58,12 @@ from .planning import (
     GLUON_ROWS,
     GLUON_TILES,
     NUM_COMM_SMS,
-    Plan,
     documents,
+    num_places,
     of_heads,
     planned,
-    pushing,
     shape_of,
     sizes,
-    windows,
 )  # fmt: skip
 from .sequence import Layout
 from .sequence import pieces as parts_of
@@ -125,9 +121,9 @@ def ring_attention_backward(
     another order in each run. The gradients of rows that see no key, or that nobody sees, are 0. Tensors may have any
     strides.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, and on several ranks size times their elements in
-    fp32; in "parts" twice (size - 1) times their bytes. "gluon" keeps none on one rank. Raises
-    ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: (size - 1) times the bytes of q, k, v and dout, and 8 for each row and head of q; in "parts"
+    twice (size - 1) times the bytes of k and v. "gluon" keeps none on one rank. Raises ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
     return OPERATOR((dout, q, k, v, result, lse, out, dlse, cu_seqlens), values, world)
@@ -141,7 +137,7 @@ def tiles_for(d: int, itemsize: int, blackwell: bool) -> tuple[Tiles, Tiles]:
     if d <= 64:
         return Tiles(128, 64, 8, 2), Tiles(64 if blackwell else 128, 64, 8, 2)
     if d <= 128:
-        return (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)) if blackwell else (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2))
+        return (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)) if blackwell else (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2))
     return Tiles(64, 32, 8, 1), Tiles(32, 64, 8, 1)
 
 
@@ -163,98 +159,74 @@ def _shape(call: Call) -> Shape:
     return shape
 
 
-def _inboxes(call: Call, plan: Plan, pieces: int, programs: int) -> tuple[Any, Any]:
-    """Inboxes of the parts, None on one rank, and counters: of the chunks, of `pieces` parts of a batch of one, and two
-    more words. Collective."""
-    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
-    packed = call["cu_seqlens"] is not None
-    count = (world.size - 1) * b * (len(plan.pieces) + pieces) + 2
-    parts = None
-    if world.size > 1:
-        parts = world.keep(
-            (CALL, "parts", b, s, g, d),
-            lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
-        )
-    # Documents may hide chunks that a causal mask or a window does not.
-    counters = world.keep(
-        (CALL, "ready", count, call["h"], plan.blocks, pieces, plan.chunk, packed, programs),
-        lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
-    )
-    return parts, counters
-
-
 def _fused(call: Call) -> Launch:
     world, tiles, key_tiles = call.world, call["tiles"], call["key_tiles"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     plan = planned(call)
-    tasks, pushes = b * h * plan.blocks, b * plan.pushes
+    tasks, pushes = b * h * plan.blocks, 2 * b * plan.pushes
     pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
-    keys, values = windows(call, CALL)
-    parts, counters = _inboxes(call, plan, pieces, programs)
-    ready = (world.size - 1) * b * len(plan.pieces)
+    places = num_places(call, 1)
+    exchange = Exchange(call, plan, places, 2, programs)
+    counters = exchange.counters
     needs = outside_pools(
-        lambda: torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
+        lambda: torch.tensor(exchange.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
     )
     both = Backward(
-        *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
-        parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:],
+        *[None] * 9, *exchange.keys, *exchange.queries, exchange.rows, ready_ptr=counters, needs_ptr=needs,
+        number_ptr=counters[-2:], bar_ptr=barrier_counters(world), queue_ptr=counters[-1:],
         num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)),
-        **sizes(call, plan), STAGES=tl.constexpr(tiles.num_stages),
+        **sizes(call, plan), STAGES=tl.constexpr(tiles.num_stages), PIECE=tl.constexpr(1),
     )  # fmt: skip
     block_m, block_n, _, stages = map(tl.constexpr, key_tiles)
     same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
     of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
-    add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
     spans_of = documents(call)
-    n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
+    n, block_d = b * places * h, triton.next_power_of_2(max(d, 16))
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
-    of_parts = beside_launch(world, keys_kernel, (b * pieces * world.size,), **key_tiles.options)
+    of_keys = beside_launch(world, keys_kernel, (b * pieces,), **key_tiles.options)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
         out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
         dv: torch.Tensor, rows: torch.Tensor,
     ) -> Any:  # fmt: skip
-        of_rows(result, dout, lse, dlse, rows, n, s, s, h, d, block_d, ROWS, False, 1)
+        of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, 1)
         tensors = q, k, v, dout, spans_of(cu_seqlens), rows, out, dk, dv
         of_queries(Backward(*tensors, *same), world.device)
-        of_keys = Backward(*tensors, *behind)
-        of_parts(of_keys, world.device)
-        if world.size > 1:
-            add(of_keys, world.device)
+        of_keys(Backward(*tensors, *behind), world.device)
         return out, dk, dv
 
-    return with_memory(world, launch, [((2, b, h, s), torch.float32)])
+    return with_memory(world, launch, [((2, b, h, places), torch.float32)])
 
 
 def _gluon(call: Call) -> Launch:
-    """No barrier is needed before the copies overwrite the keys of the last call. A rank that has read these has sent
-    parts of their gradients behind that, for which `sum_kernel` has waited here, and the copies are queued behind it. A
-    rank may still read keys that it does not see, in the other half of a task. Nothing comes of them: a key's gradients
-    depend on no other key, and the owner does not read those parts. Parts: as of `queries_kernel`."""
-    from .gluon_backward import num_places, planned_gradients
+    from .gluon_backward import planned_gradients
 
     world, plan = call.world, planned(call, GLUON_TILES)
-    b, s, h, g, d = (call[letter] for letter in "bshgd")
-    pieces = len(parts_of(s, call["layout"], world.rank, world.size, GLUON_ROWS)) * g
-    places = num_places(call)
+    b, s, h, d = (call[letter] for letter in "bshd")
+    places = num_places(call, GLUON_ROWS)
     n, block_d = b * places * h, triton.next_power_of_2(d)
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
     spans_of = documents(call)
-    constants = {"BLOCK_N": tl.constexpr(GLUON_ROWS), "STAGES": tl.constexpr(1), "num_comm_sms": 0}
-    same: dict[str, Any] = {**dict.fromkeys(Backward._fields), **sizes(call, plan), **constants}
-    inboxes: Sequence[Any] = ()
+    constants = {"BLOCK_N": GLUON_ROWS, "STAGES": 1, "PIECE": GLUON_ROWS}
+    same: dict[str, Any] = {**dict.fromkeys(Backward._fields), **sizes(call, plan), "num_comm_sms": 0}
+    same |= {name: tl.constexpr(value) for name, value in constants.items()}
+    exchange = None
     if world.size > 1:
-        inboxes = windows(call, CALL)
-        parts, counters = _inboxes(call, plan, pieces, 0)
-        number, side, ready = counters[-1:], copies.Side(world), (world.size - 1) * b * len(plan.pieces)
-        same |= {"parts_ptr": parts, "ready_ptr": counters, "parted_ptr": counters[ready:], "number_ptr": number}
-        push = pushing(call, plan, inboxes, counters, side)
-        count = beside_launch(world, next_kernel, (1,), num_warps=1)
-        add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
+        exchange = Exchange(call, plan, places, 1, 0)
+        counters, side = exchange.counters, copies.Side(world)
+        number, bar = counters[-1:], barrier_counters(world)
+        same |= {"ready_ptr": counters, "number_ptr": number}
+        begin = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
+        of_keys, of_queries = exchange.needs
+        push_keys = pushing(call, plan.pieces, of_keys, exchange.keys, counters, side)
+        push_queries = pushing(
+            call, plan.pieces, of_queries, exchange.queries, counters, side, exchange.first,
+            ahead=exchange.numbers_to,
+        )  # fmt: skip
     both = Backward(**same)
-    gradients = planned_gradients(call, plan, inboxes, pieces)
+    gradients = planned_gradients(call, plan, exchange)
 
     def launch(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
@@ -263,12 +235,12 @@ def _gluon(call: Call) -> Launch:
     ) -> Any:  # fmt: skip
         p = both._replace(spans_ptr=spans_of(cu_seqlens), rows_ptr=rows, dq_ptr=out, dk_ptr=dk, dv_ptr=dv)
         if world.size > 1:
-            count(number)
-            sent = push(k, v)
+            begin(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+            push_keys(k, v)
         of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
+        sent = push_queries(q, dout, rows) if world.size > 1 else None
         gradients(q, k, v, dout, p)
         if world.size > 1:
-            add(p, world.device)
             side.reach(sent)
         return out, dk, dv
 
@@ -304,14 +276,14 @@ OPERATOR = Operator(
     settings={"num_comm_sms": integer(1), "chunk": integer(1), "tiles": attention.tiles, "key_tiles": attention.tiles},
     forms={
         "fused": Form(
-            _fused, "some programs push keys and values, the others send parts of their gradients to the owners",
-            "2 (W - 1) |k|, and in fp32 as many elements",
+            _fused, "some programs push keys, values, queries and `dout`, the others compute with what has arrived",
+            "2 (W - 1) (|q| + |k|)",
             settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
             small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
         "gluon": Form(
             _gluon, "`fused`, with kernels in specialised warps; push by the copy engines",
-            "2 (W - 1) |k|, and in fp32 as many elements", fits=rules.fits_gluon,
+            "2 (W - 1) (|q| + |k|)", fits=rules.fits_gluon,
             settings={"chunk": GLUON_CHUNK}, gpu=True,
         ),
         "parts": Form(

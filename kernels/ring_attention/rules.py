@@ -14,8 +14,6 @@ from .parts import fits
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's, and from a call to the
 first copy of keys."""
-LINK = 300e9
-"""Bytes a second of parts that a rank stores at its peers."""
 FORWARD = {"fused": 440e12, "gluon": 625e12, "parts": 640e12}
 BACKWARD = {"fused": 260e12, "gluon": 480e12, "parts": 530e12}
 """FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_h200_2.json`,
@@ -74,9 +72,9 @@ def seconds_backward(call: Call, form: str) -> float:
     computed, others = _flops(call, 5) / _rate(call, form, BACKWARD), call.world.size - 1
     if form == "parts":
         computed *= 1 + FILL / (call["s"] * call.world.size)
-    elif others:  # parts in fp32 travel meanwhile, and are read again and added
-        sent = 8 * others * call["k"].numel()
-        computed = max(computed, sent / LINK) + 2 * sent / H200.memory
+    elif others:  # keys, values, queries and dout travel meanwhile
+        sent = 2 * others * (call["q"].numel() + call["k"].numel()) * call.dtype.itemsize
+        computed = max(computed, sent / H200.link)
     # A part of each gradient is written, read, and added to a sum in fp32.
     return computed + _between(call, form, 3 * (2 * call.dtype.itemsize + 8))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from .gluon_machine import Descriptor, Machine, Pointer, Symmetric, as_python
+from .gluon_machine import Descriptor, Machine, Pointer, as_python
 
 gluon = pytest.importorskip("pkt.kernels.ring_attention.gluon")
 from pkt.kernels.ring_attention import backward, exact, gluon_dkv, gluon_dq, kernel, sequence  # noqa: E402
@@ -28,9 +28,9 @@ def run_ring_backward(
     chunk: int = 8, together: int = 1, stages: int = 2, length: int | None = None, documents: list[int] | None = None,
     low: bool = False,
 ) -> None:  # fmt: skip
-    """dq, dk and dv of each rank, with lse and delta that are any numbers. A rank's launch has three steps: dq beside
-    the copies of its keys, the parts of dk and dv, and their sum. Padding is NaN. low:
-    all scores of the second query are so low that a weight of the score 0 overflows."""
+    """dq, dk and dv of each rank, with lse and delta that are any numbers. A rank's launch has two steps: dq beside the
+    copies of its keys and queries, then dk and dv. Padding is NaN. low: all scores of the second query are so low that
+    a weight of the score 0 overflows."""
     machine = Machine(size, programs, seed)
     functions = as_python(MODULES, machine)
     if broken:
@@ -43,9 +43,10 @@ def run_ring_backward(
     chunks = [sequence.pieces(S, layout, rank, size, chunk) for rank in range(size)]
     pieces = [sequence.pieces(S, layout, rank, size, HALF) for rank in range(size)]
     ready, others = (size - 1) * B * len(chunks[0]), max(size - 1, 1)
-    inboxes = [[poison(others * B, S, KV * D) for _ in range(size)] for _ in "kv"]
-    parts = [poison(size, 2, B, S, KV, D) for _ in range(size)]
-    counters = [np.zeros(ready + (size - 1) * B * KV * len(pieces[0]) + 1, np.int64) for _ in range(size)]
+    inboxes = [[poison(others * B, S, heads * D) for _ in range(size)] for heads in (KV, KV, H, H)]
+    places = len(pieces[0]) * HALF
+    number_inboxes = [poison(others, 2, B, H, places) for _ in range(size)]
+    counters = [np.zeros(2 * ready + 1, np.int64) for _ in range(size)]
     q, k, v, dout = (
         [[rng.standard_normal((B, S, heads * D)).astype(np.float32) for _ in range(launches)] for _ in range(size)]
         for heads in (H, KV, KV, H)
@@ -63,7 +64,6 @@ def run_ring_backward(
             one[0, :, :, 1] -= 95 / math.log(2)
         one[1, 0, 0, 0] = -200  # as an lse, behind those of the last head, it would give infinite weights
     parts_of = sequence.parts(S, layout, 0, 1)
-    places = len(pieces[0]) * HALF
 
     def placed(numbers: np.ndarray) -> np.ndarray:
         """With whole pieces of each part."""
@@ -74,26 +74,32 @@ def run_ring_backward(
 
     of_rows = [[placed(x) for x in xs] for xs in rows]
     dq = [[poison(B, S, H * D) for _ in range(launches)] for _ in range(size)]
-    sums = [[poison(2, B, S, KV, D) for _ in range(launches)] for _ in range(size)]
+    of_keys = [[poison(2, B, S, KV, D) for _ in range(launches)] for _ in range(size)]
 
     def begin(rank: int, e: int, program: int) -> None:
-        """Count the launch, then copy each chunk to the peers that need it."""
+        """Wait for this launch on every rank, then copy each chunk to the peers that need it."""
         if program == 0:
             counters[rank][-1] += 1
+        machine.until(lambda: all(c[-1] >= e + 1 for c in counters))
+        if program == 0:
             machine.start(rank, 0, lambda: engine(rank, e))
-        machine.until(lambda: counters[rank][-1] == e + 1)
 
     def engine(rank: int, e: int) -> None:
-        for i, c, d in product(range(B), range(len(chunks[0])), range(1, size)):
-            if sequence.needed(chunks[rank][c], view, S, layout, (rank + d) % size, size):
-                machine.copied(lambda i=i, c=c, d=d: copy(rank, e, i, c, d))
+        for first, turned in ((0, False), (2, True)):
+            for i, c, d in product(range(B), range(len(chunks[0])), range(1, size)):
+                peer, one = (rank + d) % size, view.turned if turned else view
+                if sequence.needed(chunks[rank][c], one, S, layout, peer, size):
+                    machine.copied(lambda i=i, c=c, d=d, first=first: copy(rank, e, i, c, d, first))
 
-    def copy(rank: int, e: int, i: int, c: int, d: int) -> None:
+    def copy(rank: int, e: int, i: int, c: int, d: int, first: int) -> None:
+        """Of keys and values, or of queries, dout and their numbers."""
         piece, peer = chunks[rank][c], (rank + d) % size
         here = slice(piece.row, piece.row + piece.rows)
-        for inbox, x in zip(inboxes, (k, v)):
+        for inbox, x in zip(inboxes[first : first + 2], (k, v, q, dout)[first : first + 2]):
             inbox[peer][(d - 1) * B + i, here] = x[rank][e][i, here]
-        counters[peer][((d - 1) * B + i) * len(chunks[0]) + c] = e + 1
+        if first:
+            number_inboxes[peer][d - 1, :, i] = of_rows[rank][e][:, i]
+        counters[peer][(first > 0) * ready + ((d - 1) * B + i) * len(chunks[0]) + c] = e + 1
 
     def sees(rank: int, source: int) -> np.ndarray:
         """(S, S): which keys of `source` the queries of `rank` see."""
@@ -104,38 +110,28 @@ def run_ring_backward(
             seen &= (theirs >= first) & (theirs < behind)
         return seen
 
-    def add(rank: int, e: int) -> None:
-        """As sum_kernel."""
-        for b, g, (i, piece) in product(range(B), range(KV), enumerate(pieces[rank])):
-            here = np.s_[:, b, piece.row : piece.row + piece.rows, g]
-            total = parts[rank][0][here].copy()
-            for d in range(1, size):
-                if sees((rank + d) % size, rank)[:, piece.row : piece.row + piece.rows].any():
-                    part = ready + (((d - 1) * B + b) * KV + g) * len(pieces[0]) + i
-                    machine.until(lambda part=part: counters[rank][part] >= e + 1)
-                    total += parts[rank][d][here]
-            sums[rank][e][here] = total
-
     def steps(rank: int, e: int) -> list[Callable[[int], None]]:
         p = backward.Backward(
             *[None] * 4, flat(spans.numpy()) if documents else None, flat(of_rows[rank][e]), flat(dq[rank][e]),
-            *map(flat, sums[rank][e]), None, None, Symmetric(parts),
-            Pointer(counters, rank), Pointer(counters, rank, ready), None,
-            Pointer(counters, rank, len(counters[0]) - 1), None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
-            D, zigzag, True, BM, HALF, D, chunk, 0, 1,
+            *map(flat, of_keys[rank][e]), *[None] * 5, Pointer(counters, rank), None,
+            Pointer(counters, rank, len(counters[0]) - 1), None, None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
+            D, zigzag, True, BM, HALF, D, chunk, 0, 1, HALF,
         )  # fmt: skip
         mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
-        keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
-        numbers, last = Descriptor(of_rows[rank][e].reshape(-1), HALF), (world(rank, size, e), stages, 4)
+        keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e])]
+        their_keys, theirs = ([Descriptor(x[rank], 1, HALF, D) for x in xs] for xs in (inboxes[:2], inboxes[2:]))
+        numbers, inbox = (Descriptor(x.reshape(-1), HALF) for x in (of_rows[rank][e], number_inboxes[rank]))
+        last = (world(rank, size, e), stages, 4)
 
         def queries(program: int) -> None:
             begin(rank, e, program)
-            functions["gluon_dq_kernel"](*mine, *keys, p, together, *last)
+            functions["gluon_dq_kernel"](*mine, *keys, *their_keys, p, together, *last)
 
-        def of_keys(program: int) -> None:
-            functions["gluon_dkv_kernel"](*mine, numbers, *keys, p._replace(BLOCK_M=HALF), together, *last)
+        def gradients_of_keys(program: int) -> None:
+            behind = p._replace(BLOCK_M=HALF)
+            functions["gluon_dkv_kernel"](*mine, numbers, *keys, *theirs, inbox, behind, together, *last)
 
-        return [queries, of_keys, *([] if size == 1 else [lambda program: None if program else add(rank, e)])]
+        return [queries, gradients_of_keys]
 
     machine.run([[step for e in range(launches) for step in steps(rank, e)] for rank in range(size)])
     q, k, v, dout = ([[np.nan_to_num(x) for x in xs] for xs in operand] for operand in (q, k, v, dout))
@@ -145,13 +141,13 @@ def run_ring_backward(
             mine, g = np.s_[b, :, h * D : h * D + D], h // (H // KV)
             wanted_dq = np.zeros((S, D))
             for source in range(size):
-                of_keys = np.s_[b, :, g * D : g * D + D]
-                scores = q[rank][e][mine].astype(float) @ k[source][e][of_keys].T * D**-0.5
+                its = np.s_[b, :, g * D : g * D + D]
+                scores = q[rank][e][mine].astype(float) @ k[source][e][its].T * D**-0.5
                 weights = np.where(sees(rank, source), np.exp(scores - rows[rank][e][0, b, h][:, None] * np.log(2)), 0)
-                slopes = weights * (dout[rank][e][mine] @ v[source][e][of_keys].T - rows[rank][e][1, b, h][:, None])
-                wanted_dq += slopes @ k[source][e][of_keys] * D**-0.5
+                slopes = weights * (dout[rank][e][mine] @ v[source][e][its].T - rows[rank][e][1, b, h][:, None])
+                wanted_dq += slopes @ k[source][e][its] * D**-0.5
                 wanted[source, 0, b, :, g] += slopes.T @ q[rank][e][mine] * D**-0.5
                 wanted[source, 1, b, :, g] += weights.T @ dout[rank][e][mine]
             assert_near(dq[rank][e][mine], wanted_dq, 100 if low else 1)
         for rank in range(size):
-            assert_near(sums[rank][e], wanted[rank], 100 if low else 1)
+            assert_near(of_keys[rank][e], wanted[rank], 100 if low else 1)

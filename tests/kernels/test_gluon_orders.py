@@ -124,10 +124,15 @@ def test_documents_in_a_ring(size, zigzag, told):
 )
 @pytest.mark.parametrize("told", [{}, {"causal": False}, {"window": (5, 3), "causal": False}, {"window": (9, -1)}])
 def test_ring_backward(size, S, H, KV, told):
-    """Also where nobody sees some keys of a peer, of which no part is sent."""
+    """Also where nobody here sees some keys or queries of a peer, which are not sent."""
     for seed in range(3):
         options = {"B": 1 + seed % 2, "together": 1 + seed, "stages": 2 + seed % 2}
         run_ring_backward(size, S, H, KV, 1 + seed, seed, **options, **told)
+
+
+def test_each_batch_of_a_ring_backward_is_waited_for():
+    for seed in range(3):
+        run_ring_backward(2, 8, 1, 1, 1, seed, B=3, launches=1, causal=False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

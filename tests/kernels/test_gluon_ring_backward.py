@@ -19,7 +19,7 @@ from pkt.kernels.ring_attention.forms import OPERATOR as FORWARD
 from pkt.kernels.ring_attention.kernel import num_pieces
 from pkt.kernels.ring_attention.planning import GLUON_ROWS, GLUON_TILES, planned, sizes
 from pkt.kernels.ring_attention.ring_attention_backward import OPERATOR
-from pkt.kernels.ring_attention.sequence import parts, pieces
+from pkt.kernels.ring_attention.sequence import pieces
 from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import compile_only, device_world
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
@@ -57,19 +57,26 @@ def launches(
     call = Call("", world, {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens": None}, arguments, {"chunk": 512}, None)  # type: ignore[arg-type]
     call.sizes = {"b": B, "s": S, "h": H, "g": KV, "d": d}
     plan = planned(call, GLUON_TILES)
-    inbox = SimpleNamespace(plain=lambda: torch.empty(max(size - 1, 1), B, S, KV, d, dtype=dtype))
-    count = KV * len(pieces(S, arguments["layout"], 0, size, GLUON_ROWS))
     words = torch.zeros(64, dtype=torch.int32)
-    of_ring = {"parts_ptr": torch.empty(4), "ready_ptr": words, "parted_ptr": words, "number_ptr": words}
+    of_ring = {"ready_ptr": words, "number_ptr": words}
+    exchange = SimpleNamespace(
+        keys=2 * [inbox(size - 1, B, S, KV, d, dtype=dtype)], queries=2 * [inbox(size - 1, B, S, H, d, dtype=dtype)],
+        rows=inbox(size - 1, 2, B, H, S, dtype=torch.float32),
+    )  # fmt: skip
     results = dict(zip(("dq_ptr", "dk_ptr", "dv_ptr"), map(torch.empty_like, (q, k, v))))
     p = Backward(**{
         **dict.fromkeys(Backward._fields), **sizes(call, plan), "num_comm_sms": 0, "BLOCK_N": tl.constexpr(GLUON_ROWS),
-        "STAGES": tl.constexpr(1), "spans_ptr": torch.zeros(2, size * S, dtype=torch.int32) if packed else None,
+        "STAGES": tl.constexpr(1), "PIECE": tl.constexpr(GLUON_ROWS),
+        "spans_ptr": torch.zeros(2, size * S, dtype=torch.int32) if packed else None,
         "rows_ptr": torch.empty(2, B, H, S), **results, **(of_ring if size > 1 else {}),
     })  # fmt: skip
-    launch = host.planned_gradients(call, plan, [inbox, inbox] if size > 1 else [], count)  # type: ignore[list-item]
+    launch = host.planned_gradients(call, plan, exchange if size > 1 else None)  # type: ignore[arg-type]
     launch(q, k, v, dout, p)
     return found
+
+
+def inbox(*shape: int, dtype: torch.dtype) -> Any:
+    return SimpleNamespace(plain=lambda: torch.empty(shape, dtype=dtype))
 
 
 def compiled(launch: Any) -> Any:
@@ -133,24 +140,19 @@ def with_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     so far."""
     started: list[int] = []
 
-    def filled(p: Backward, *operands: Any) -> Backward:
-        q, dout, k, v, k_inbox, v_inbox = (x.base for x in operands)
-        held = parts(p.S, layout_of(p), 0, 1)
-        begins = [i * p.rows_ptr.shape[3] // len(held) for i in range(len(held))]
-        rows = torch.cat([p.rows_ptr[..., begin : begin + one.rows] for begin, one in zip(begins, held)], 3)
-        return p._replace(
-            q_ptr=q, dout_ptr=dout, k_ptr=k, v_ptr=v, rows_ptr=rows, k_inbox_ptr=k_inbox, v_inbox_ptr=v_inbox
-        )
+    def given(p: Backward, names: str, args: Any) -> Backward:
+        """With the tensors of descriptors."""
+        return p._replace(**{f"{name}_ptr": x.base for name, x in zip(names.split(), args, strict=True)})
 
     def of_queries(world: Any, kernel: Any, grid: tuple[int, ...], **options: Any) -> Any:
         start = cooperative_launch(world, plain_dq_kernel, grid)
-        return lambda *args: start(filled(args[6], *args[:6]), world.device)
+        return lambda *args: start(given(args[6], "q dout k v k_inbox v_inbox", args[:6]), world.device)
 
     def of_keys(world: Any, kernel: Any, grid: tuple[int, ...], **options: Any) -> Any:
         def start(*args: Any) -> None:
             started.append(world.rank)
-            p = filled(args[7], *args[:2], *args[3:7])
-            count = world.size * p.B * p.KV.value * len(pieces(p.S, layout_of(p), world.rank, world.size, GLUON_ROWS))
+            p = given(args[8], "q dout rows k v q_inbox dout_inbox rows_inbox", args[:8])
+            count = p.B * p.KV.value * len(pieces(p.S, layout_of(p), world.rank, world.size, GLUON_ROWS))
             beside_launch(world, keys_kernel, (count,))(p, world.device)
 
         return start
@@ -171,13 +173,14 @@ def layout_of(p: Backward) -> str:
      (2, 250, {"causal": True, "layout": "zigzag"}), (2, 100, {"causal": True, "length": 150})],
 )  # fmt: skip
 def test_the_plan_of_the_form(monkeypatch: pytest.MonkeyPatch, size: int, rows: int, told: dict[str, Any]) -> None:
-    """Copies, counters, the kernels' arguments and their order, launched twice."""
+    """Copies, counters, the kernels' arguments and their order, launched twice; two batches where there is padding."""
     started = with_plain_kernels(monkeypatch)
     monkeypatch.setattr(FORWARD, "default", lambda call: "fused")
     monkeypatch.setattr(OPERATOR, "default", lambda call: "gluon")
     generator = torch.Generator().manual_seed(rows)
     everybody = [
-        [torch.randn(1, rows, heads, 64, generator=generator) for _ in range(size)] for heads in (2, 1, 1)
+        [torch.randn(1 + ("length" in told), rows, heads, 64, generator=generator) for _ in range(size)]
+        for heads in (2, 1, 1)
     ]  # fmt: skip
     check(everybody, torch.bfloat16, launches=2, **told)
     assert len(started) == 2 * size

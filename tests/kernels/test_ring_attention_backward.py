@@ -93,7 +93,8 @@ def check(
     ],
 )
 def test_gradients_of_layouts_and_masks(size: int, told: dict[str, Any]) -> None:
-    check(few(operands(1, rows=37, size=size)), **told)
+    everybody = operands(1, rows=37, size=size)
+    check(everybody if size == 1 else few(everybody), **told)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 2), (7, 3), (20, 4)])
@@ -268,8 +269,8 @@ def test_nothing_is_spilled(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path
         )  # fmt: skip
 
     launches = all_launched(run, 2, False, monkeypatch)
-    assert len(launches) == 4
-    for launch in launches[1:3]:
+    assert len(launches) == 3
+    for launch in launches[1:]:
         compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
         usage = resources(compiled, tmp_path)
         assert usage["STACK"] == usage["LOCAL"] == 0, (launch.kernel, usage)

@@ -1,6 +1,6 @@
 """Mistakes of the modules."""
 
-from tests.mutation.mutant import EXPLORED, Mutant, of
+from tests.mutation.mutant import Mutant, of
 
 MUTANTS: tuple[Mutant, ...] = (
     *of("pkt/nn/exchange.py", "tests/nn/test_modules.py -k linears",
@@ -92,24 +92,24 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the gradient of lse is left out", "delta -= tl.load(dlse_ptr + at,", "delta -= 0 * tl.load(dlse_ptr + at,"),
         ("keys behind the window count", "& (at_keys[None, :] < high[:, None])\n", "\n"),
         ("dk is not scaled", "dk *= p.scale * LN2", "dk *= LN2"),
-        ("the first parts are left out", "for distance in range(1, world.size):\n            if is_seen",
-         "for distance in range(2, world.size):\n            if is_seen"),
+        ("heads that share keys have the first one's queries", "g * group + step % group,", "g * group,"),
     ),
-    *of("kernels/ring_attention/backward.py", EXPLORED + "[ring_attention_backward_fused_002_dlse-2]",
-        ("parts are published to oneself", "pl.signal(p.parted_ptr + at, source,", "pl.signal(p.parted_ptr + at, world.rank,"),
+    *of("kernels/ring_attention/backward.py", "tests/kernels/test_ring_attention_backward.py -k of_bf16",
+        ("queries go to the ranks that need keys", "p.needs_ptr + others,", "p.needs_ptr,"),
     ),
     *of("kernels/ring_attention/backward.py", "tests/kernels/test_ring_attention_backward.py -k layouts_and_masks",
-        ("one rank stores dk as dv", "\n            tl.store(p.dv_ptr + place + offs, dv.to", "\n            tl.store(p.dv_ptr + place + offs, dk.to"),
+        ("dk is stored as dv", "tl.store(p.dv_ptr + place + offs, dv.to", "tl.store(p.dv_ptr + place + offs, dk.to"),
     ),
     *of("pkt/runtime/world.py", "tests/runtime/test_team.py -k alone",
         ("each rank alone is the first", "TeamBackend(self._backend, [self.rank], offset", "TeamBackend(self._backend, [0], offset"),
         ("a rank alone is made each time", "self._alone = World(", "World("),
     ),
     *of("kernels/ring_attention/backward.py", "tests/kernels/test_ring_attention_backward.py -k to_the_last_bit",
-        ("parts are not awaited", "* tiles + i, number, world)", "* tiles + i, number - 1, world)"),
+        ("queries are not awaited", "pl.wait(ready, tl.load(p.number_ptr), world)", "pl.wait(ready, tl.load(p.number_ptr) - 1, world)"),
+        ("queries come before the numbers they belong to", "        _push_numbers(task, p, world)\n", ""),
     ),
-    *of("kernels/ring_attention/ring_attention_backward.py", "tests/kernels/test_ring_attention_backward.py -k 'see_nothing'",
-        ("a part's counters are those of one head", "pieces = g * len(parts_of", "pieces = len(parts_of"),
+    *of("kernels/ring_attention/ring_attention_backward.py", "tests/kernels/test_ring_attention_backward.py -k layouts_and_masks",
+        ("one head of keys has gradients", "pieces = g * len(parts_of", "pieces = len(parts_of"),
     ),
     *of("kernels/ring_attention/ring_attention_backward.py", "tests/kernels/test_ring_attention_backward.py -k 'layouts_and_masks or wrong_calls'",
         ("a gradient of another shape is let in", '(("dout", shape), ("result", shape)', '(("result", shape)'),

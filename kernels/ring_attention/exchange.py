@@ -1,0 +1,99 @@
+"""What travels between the ranks: inboxes, counters, and copies by the copy engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+
+from ..declaration import Call
+from ..shared import copies
+from . import sequence
+from .planning import CALL, Plan, needs_of
+
+
+def windows(call: Call, name: str = CALL, of: tuple[str, str] = ("keys", "values")) -> list[SymmetricTensor]:
+    """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls of `name` with such operands; those of
+    "queries" and "dout" have h heads. Collective."""
+    world, heads = call.world, call["g" if of[0] == "keys" else "h"]
+    shape = (world.size - 1, call["b"], call["s"], heads, call["d"]) if world.size > 1 else (1,)
+
+    def make() -> list[SymmetricTensor]:
+        return [empty(*shape, dtype=call.dtype, name=f"{name}.{one}", world=world) for one in of]
+
+    return world.keep((name, "windows", of, *shape, call.dtype), make)
+
+
+def pushing(
+    call: Call, chunks: Sequence[sequence.Part], needs: Sequence[Sequence[bool]], inboxes: Sequence[SymmetricTensor],
+    counters: SymmetricTensor, side: copies.Side, first: int = 0,
+    ahead: Callable[[int, int], copies.Send] | None = None,
+) -> Callable[..., torch.cuda.Event | None]:  # fmt: skip
+    """push(x, y), on `side` behind the current stream: for each chunk that a peer needs, copy engines move its rows of
+    two tensors, and tell the peer. Returns what to `side.reach`.
+
+    needs: as of `Plan`. inboxes: as of `windows`. counters: those of the chunks come from `first` on, the number of the
+    launch comes last. ahead(i, d): what moves batch i of a third tensor, push(x, y, z), to rank + d before its chunks.
+    """
+    world, b, s = call.world, call["b"], call["s"]
+    rank, size = world.rank, world.size
+    run = inboxes[0].numel() // max((size - 1) * b * s, 1)
+    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
+    sends: list[tuple[int, copies.Send]] = []
+    for i, c, d in product(range(b), range(len(chunks)), range(1, size)):
+        piece, peer, at = chunks[c], (rank + d) % size, first + ((d - 1) * b + i) * len(chunks) + c
+        if needs[d - 1][c]:
+            here = slice(piece.row * run, (piece.row + piece.rows) * run)
+            boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], call.dtype.itemsize)
+            if ahead is not None and not any(needs[d - 1][:c]):
+                sends.append((2, ahead(i, d)))
+            sends += enumerate(copies.sending(world, boxes, inbox) for inbox in inboxes)
+            sends.append((-1, copies.telling(world, peer, counters, at)))
+    this = counters[-1:].plain()
+
+    def push(*tensors: torch.Tensor) -> torch.cuda.Event | None:
+        given = (*tensors, this)
+        with side.behind() as stream:
+            for of, send in sends:
+                send(given[of], stream)
+            return side.mark()
+
+    return push
+
+
+class Exchange:
+    """What the backward pass moves: inboxes, counters, and who needs which chunks. Collective."""
+
+    def __init__(self, call: Call, plan: Plan, places: int, words: int, programs: int) -> None:
+        """places: of the numbers of a head, see `Backward.rows_ptr`. words: counters behind those of chunks."""
+        self.world = world = call.world
+        b, h = call["b"], call["h"]
+        others, packed = world.size - 1, call["cu_seqlens"] is not None
+        self.first = others * b * len(plan.pieces)
+        """Of the counters of queries."""
+        self.needs = plan.needs, needs_of(call, plan.pieces, plan.view.turned)
+        count = 2 * self.first + words
+        # Documents may hide chunks that a causal mask or a window does not.
+        self.counters = world.keep(
+            (call.name, "ready", count, call["h"], plan.blocks, plan.chunk, packed, programs),
+            lambda: signals(count, unwaited=packed, name=f"{call.name}.ready", world=world),
+        )
+        self.keys = windows(call, call.name)
+        self.queries = windows(call, call.name, ("queries", "dout"))
+        shape = (others, 2, b, h, places) if others else (1,)
+        self.rows = world.keep(
+            (call.name, "rows", *shape),
+            lambda: empty(*shape, dtype=torch.float32, name=f"{call.name}.rows", world=world),
+        )
+
+    def numbers_to(self, batch: int, distance: int) -> copies.Send:
+        """What moves the numbers of a batch's rows to rank + distance."""
+        others, two, b, h, places = self.rows.shape
+        mine, theirs = copies.layout(two, b, h * places), copies.layout(others, two, b, h * places)
+        peer = (self.world.rank + distance) % self.world.size
+        boxes = copies.boxes(peer, theirs[distance - 1, :, batch], mine[:, batch], self.rows.element_size())
+        return copies.sending(self.world, boxes, self.rows)

@@ -191,17 +191,20 @@ def sent_to(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.
 
 
 class Side:
-    """A world's stream for copies beside the current one, whichever that is: nobody else has this stream. In the
-    simulator everything is done in the order in which it is queued."""
+    """A world's stream beside the current one, whichever that is: nobody else has this stream. In the simulator
+    everything is done in the order in which it is queued.
 
-    def __init__(self, world: World) -> None:
+    name: a world has one stream of each name. That of the copies is the default.
+    """
+
+    def __init__(self, world: World, name: str = "copies") -> None:
         self.stream: torch.cuda.Stream | None = None
         if world.torch_device.type == "cuda":
-            engines, known = world.backend.copies, world.lasting
+            engines, known, key = world.backend.copies, world.lasting, f"pkt.kernels.{name}"
             assert engines is not None, "GPUs have copy engines"
-            if "pkt.kernels.copies" not in known:
-                known["pkt.kernels.copies"] = engines.stream()
-            self.stream = known["pkt.kernels.copies"]
+            if key not in known:
+                known[key] = engines.stream()
+            self.stream = known[key]
 
     def here(self) -> torch.cuda.Event | None:
         """What the current stream has so far, for `behind`."""
@@ -216,6 +219,15 @@ class Side:
             return
         self.stream.wait_event(here or self.here())
         yield self.stream.cuda_stream
+
+    @contextlib.contextmanager
+    def current(self, here: torch.cuda.Event | None) -> Iterator[None]:
+        """Inside, this stream is the current one. What is queued there runs behind what another had `here`."""
+        if self.stream is None:
+            yield
+            return
+        with self.behind(here), torch.cuda.stream(self.stream):
+            yield
 
     def mark(self) -> torch.cuda.Event | None:
         """What this stream has so far, for `reach`."""

@@ -189,3 +189,4 @@ def test_no_stream_of_torch_s_is_that_of_the_copies(monkeypatch):
     first, other = world(), world()
     streams = [_copies.Side(one).stream.number for one in (first, other, first)]
     assert streams == [1, 2, 1], "one for each world, whatever scopes are open"
+    assert [_copies.Side(first, "groups").stream.number for _ in range(2)] == [3, 3], "and for each name"

@@ -134,8 +134,11 @@ def eager_worlds(
     def current(device: Any = None) -> Stream:
         return ranks[threading.get_ident()].now
 
-    def on_a_side(side: copies.Side, world: Any) -> None:
-        side.stream = world.keep("side", ranks[threading.get_ident()].Stream)
+    def on_a_side(side: copies.Side, world: Any, name: str = "copies") -> None:
+        side.stream = world.keep(("side", name), ranks[threading.get_ident()].Stream)
+
+    def entered(stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return ranks[threading.get_ident()].stream(stream)
 
     operators()  # loads them
     with contextlib.ExitStack() as stack:
@@ -145,6 +148,7 @@ def eager_worlds(
                     stack.enter_context(mock.patch.object(module, made, by))
         stack.enter_context(mock.patch.object(copies.Side, "__init__", on_a_side))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", current))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", entered))
         stack.enter_context(mock.patch.object(replay, "KNOWN", True))
         return open_worlds(size, opened, heap)[0]
 

@@ -7,8 +7,8 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
     other, and signal. The others take BLOCK_M queries of a head whose group has arrived from all ranks, so that the
     first groups are computed with while the others travel. Each finished tile goes to the rank of its positions: into
     its `out` if that is symmetric, else into an inbox, from which that rank copies it.
-copy: copy engines push one group of heads after the other, the SMs attend to each group that has arrived, and copy
-    engines take its result home meanwhile, see `groups`. All SMs compute.
+copy: copy engines push one group of heads after the other, two streams attend in turn to each group that has arrived,
+    and copy engines take its result home meanwhile, see `groups`. All SMs compute.
 gluon: the same copies and one launch, of ring attention's kernel in specialised warps, which waits for each group of
     heads and stores each finished tile on the rank of its positions, see `gluon`.
 unfused: pkt's all-to-all of q, k and v, attention on each rank, and pkt's all-to-all of the result.

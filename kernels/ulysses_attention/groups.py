@@ -1,16 +1,25 @@
 """The form "copy": copy engines move heads group by group, and the SMs attend to each group that has arrived.
 
 A rank's stream for copies sends its peers their first groups, then their second ones, ..., and a number behind each
-group. The current stream waits for a group of all ranks and attends to it. The stream for copies takes the group's
-results home while the current stream is at the next group. So no SM moves what peers need, and what nothing hides is
-the exchange of the first group and the results of the last one.
+group. The current stream and another one take groups in turn: a stream copies the rank's own part of a group, waits for
+the parts of all other ranks, and attends to it. The last wave of a group's programs leaves SMs idle, and programs of
+the next group run on them. The stream for copies takes the group's results home meanwhile. So no SM moves what peers
+need. Nothing hides the exchange of the first group and the way home of the last one.
 
 Ranks meet when a launch ends, and not when it begins: when all results are at home, all heads have been read. A rank's
-results of the next launch follow the first group of all ranks, so nobody is still at the results of this one.
+results of the next launch follow that launch's group of all ranks, so nobody is still at the results of this one.
+
+No wait can block what it waits for. A rank queues all its copies to peers before its first wait, and they need no SM
+and no kernel of this launch. So the waits of both streams end, whatever else runs, and each of them is one program.
+
+torch allocates a group's result and workspaces on the stream that attends to it, and only later work of that stream
+gets their memory again. The results are kept until the current stream has waited for all that reads them, and the other
+stream follows the current one in the next launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +28,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.launch import beside_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -115,11 +124,16 @@ def copied(call: Call, local: Local) -> Launch:
         return signals(len(groups) * size + 1, name=f"{call.name}.groups", world=world)
 
     counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
-    number, side = counters[-1:], copies.Side(world)
+    number, side, other = counters[-1:], copies.Side(world), copies.Side(world, "groups")
 
     def moved(name: str, peer: int, heads: range) -> copies.Send:
         place = copies.layout(b, size * s, here[name], d)[:, rank * s : (rank + 1) * s]
         return sent(call, name, peer, heads, inboxes[name], place)
+
+    def parts(peer: int, group: Group) -> list[tuple[str, copies.Send]]:
+        """What moves this rank's part of a group to `peer`, by operand."""
+        names = "qkv" if group.first else "q"
+        return [(name, moved(name, peer, group.queries if name == "q" else group.keys)) for name in names]
 
     def returned(heads: range, owner: int) -> list[copies.Box]:
         """What moves the results of a group to the rank of their positions."""
@@ -133,31 +147,36 @@ def copied(call: Call, local: Local) -> Launch:
     for at, group in enumerate(groups):
         peers = [(rank + i) % size for i in copies.turn(size, at)]
         for peer in peers:
-            names = "qkv" if group.first else "q"
-            sends += [(n, moved(n, peer, group.queries if n == "q" else group.keys)) for n in names]
+            sends += parts(peer, group)
             sends.append(("this", copies.telling(world, peer, counters, at * size + rank)))
         back = [box for owner in (*peers, rank) for box in returned(group.queries, owner)]
-        parts = (group.queries, group.keys, group.keys)
-        operands = [x.narrow(2, part.start, len(part)) for x, part in zip(plain, parts)]
+        heads = (group.queries, group.keys, group.keys)
+        operands = [x.narrow(2, of.start, len(of)) for x, of in zip(plain, heads)]
         attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
-        wait = cooperative_launch(world, arrived_kernel, (1,), num_warps=1)
-        stages.append((wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
-    own = [moved(name, rank, range(n)) for name, n in here.items()]
+        wait = beside_launch(world, arrived_kernel, (1,), num_warps=1)  # or it would follow the group before
+        own, home_again = parts(rank, group), copies.sent_to(world, back)
+        stages.append((at % 2, own, group.first, wait, counters[at * size :], attend, operands, home_again))
     meet, send = copies.meeting(world), sending(world, number.plain(), side, sends)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         send(q, k, v)
-        for move, x in zip(own, (q, k, v)):
-            move(x, None)  # all groups, while the first one of the peers travels
+        given, begun, keys_here = {"q": q, "k": k, "v": v}, other.here(), None
         found = []  # kept until the copies have ended
-        for wait, ready, attend, operands, back in stages:
-            wait(ready, number, world.device)
-            found.append(attend(*operands, cu_seqlens).contiguous())
-            with side.behind() as stream:
-                back(found[-1], out if home is None else home, stream)
-        side.reach(side.mark())
+        for odd, own, first, wait, ready, attend, operands, back in stages:
+            with other.current(begun) if odd else contextlib.nullcontext():
+                for name, move in own:
+                    move(given[name], None)
+                if first:
+                    keys_here = side.here()
+                else:
+                    side.reach(keys_here)  # own keys, which came with an earlier group, maybe on the other stream
+                wait(ready, number, world.device)
+                found.append(attend(*operands, cu_seqlens).contiguous())
+                with side.behind() as stream:
+                    back(found[-1], out if home is None else home, stream)
+        side.reach(side.mark())  # and so both streams' groups, whose results the copies follow
         meet()  # publish: all results are at home; before overwrite: all ranks have read their heads
         if home is not None:
             out.view(home.shape).copy_(home.plain())

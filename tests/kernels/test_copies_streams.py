@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +30,12 @@ from .helpers import on_ranks
 
 
 class Queue:
-    """A rank's work on two streams. `run` does it in some order that the edges between the streams allow."""
+    """A rank's work on its streams. `run` does it in some order that the edges between the streams allow."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Callable[[], Any], str, set[int]]] = []
         self.stream = "current"
-        self.after: dict[str, set[int]] = {"current": set(), "side": set()}  # what the next work on a stream waits for
+        self.after: defaultdict[str, set[int]] = defaultdict(set)  # what the next work on a stream waits for
 
     def add(self, do: Callable[[], Any]) -> None:
         self.done.append((do, self.stream, self.after[self.stream]))
@@ -52,23 +54,28 @@ class Deferred:
 
     lost = ""
 
-    def __init__(self, world: Any) -> None:
-        self.queue = world.keep("queue", Queue)
+    def __init__(self, world: Any, name: str = "side") -> None:
+        self.queue, self.name = world.keep("queue", Queue), name
+
+    def here(self) -> set[int]:
+        return set(self.queue.after[self.queue.stream])
 
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
+    def behind(self, here: set[int] | None = None) -> Iterator[None]:
         if self.lost != "behind":
-            self.queue.after["side"] = self.queue.after["side"] | self.queue.after["current"]
-        self.queue.stream = "side"
+            self.queue.after[self.name] |= self.here() if here is None else here
+        before, self.queue.stream = self.queue.stream, self.name
         yield
-        self.queue.stream = "current"
+        self.queue.stream = before
+
+    current = behind  # work goes to the queue's stream
 
     def mark(self) -> set[int]:
-        return set(self.queue.after["side"])
+        return set(self.queue.after[self.name])
 
     def reach(self, mark: set[int]) -> None:
         if self.lost != "reach":
-            self.queue.after["current"] = self.queue.after["current"] | mark
+            self.queue.after[self.queue.stream] |= mark
 
 
 def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,11 +106,25 @@ def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.cat([whole((40, 16), s) for s in seed])
 
 
-def attend(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """With q + v in the place of attention."""
-    q = whole((1, 3, 2 * world.size, 4), seed[world.rank])
-    out = world.keep("out", lambda: pkt.empty(q.shape))
-    return ulysses_attention(q, q, 2 * q, out, mode="copy", heads=1), 3 * q
+def attend(world: Any, seed: list[int], sharing: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """With q + v in the place of attention, of two heads of keys on a rank, and as many groups as heads of queries.
+    What comes before the call and after it is queued, too."""
+
+    def make() -> list[torch.Tensor]:
+        return [torch.empty(1, 3, n * world.size, 4) for n in (2 * sharing, 2, 2 * sharing)]
+
+    q, v, got = world.keep("operands", make)
+    queue, out = world.keep("queue", Queue), world.keep("out", lambda: pkt.empty(q.shape))
+    mine = [whole(x.shape, seed[world.rank]) for x in (q, v)]
+    queue.add(lambda: [x.copy_(y) for x, y in zip((q, v), mine)])
+    ulysses_attention(q, v, v, out, mode="copy", heads=1)
+    queue.add(lambda: [got.copy_(out.plain()), *(x.fill_(float("nan")) for x in (q, v))])
+    return got, mine[0] + mine[1].repeat_interleave(sharing, 2)
+
+
+def attend_sharing(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three groups share a head of keys. The second head of keys comes with a group of the second stream."""
+    return attend(world, seed, 3)
 
 
 def added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
@@ -117,6 +138,8 @@ ORDERS: dict[str, Callable[[str, int], float]] = {
     "the side first": lambda stream, rank: stream == "current",
     "any": lambda stream, rank: random.random(),
     "the side first, but on rank 0": lambda stream, rank: (stream == "side") == (rank == 0),
+    "the side, then the second": lambda stream, rank: ("side", "groups", "current").index(stream),
+    "the side, then the current": lambda stream, rank: ("side", "current", "groups").index(stream),
 }
 
 
@@ -130,7 +153,8 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     monkeypatch.setattr(_copies, "Side", Deferred)
     monkeypatch.setattr(_copies, "beside_launch", later(_copies.beside_launch))
     monkeypatch.setattr(_groups.Local, "planned", lambda *_: added)
-    for module in (_copies, _copy_reduce, _all_gather_matmul, _groups):
+    monkeypatch.setattr(_groups, "beside_launch", later(_groups.beside_launch))
+    for module in (_copies, _copy_reduce, _all_gather_matmul):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
     random.seed(order)
 
@@ -143,18 +167,60 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     on_ranks(3, run, seed=1)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+TWO = list(ORDERS)[:4]
+"""Of the current stream and the side alone."""
+
+
+@pytest.mark.parametrize("order", TWO)
 @pytest.mark.parametrize("call", [exchange, scatter, reduce])
 def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch, call, order)
 
 
 @pytest.mark.parametrize("order", ["the side first", "the side first, but on rank 0"])
-@pytest.mark.parametrize("call", [multiply, attend])
+@pytest.mark.parametrize("call", [multiply])
 def test_computing_beside_copies(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels wait for the peers' copies. In this model a kernel that is queued first ends first, so not all ranks may
     compute first."""
     in_order(monkeypatch, call, order)
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("the side")])
+@pytest.mark.parametrize("call", [attend, attend_sharing])
+def test_groups_on_two_streams(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the streams are at work."""
+    in_order(monkeypatch, call, order)
+
+
+def test_groups_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copies its own parts, waits, and attends."""
+
+    def noted(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = attend_sharing(world, seed)
+        streams = [stream for _, stream, _ in world.keep("queue", Queue).done if stream != "side"]
+        turns = [(stream, len(list(work))) for stream, work in itertools.groupby(streams)]
+        assert [stream for stream, _ in turns] == ["current", "groups"] * 3 + ["current"]
+        # With the first and the fourth group come own parts of k and v; the operands come before, `got` behind.
+        assert [n for _, n in turns] == [1 + 5, 3, 3, 5, 3, 3, 2]
+        return found
+
+    in_order(monkeypatch, noted, "the side first")
+
+
+def test_a_group_does_not_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the current stream's work the second group needs the operands alone."""
+
+    def noted(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = attend(world, seed)
+        done = world.keep("queue", Queue).done
+        needed = {max(i for i, (_, stream, _) in enumerate(done) if stream == "groups")}
+        for i in reversed(range(len(done))):
+            if i in needed:
+                needed |= done[i][2]
+        assert [i for i in needed if done[i][1] == "current"] == [0]
+        return found
+
+    in_order(monkeypatch, noted, "the side first")
 
 
 EARLY = {"behind": "the side first", "reach": "the current stream first"}

@@ -1,6 +1,7 @@
 """The rule for the form and for its groups: predicted seconds on H200s.
 
 A prediction counts the exchange before the first group, attention of all groups, and the way home of the last group.
+In "copy" also the own parts of all groups, since copies within a GPU take SMs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pkt.model.gpu import H200, link_rate
 
 from ..declaration import Call
 from ..ring_attention.rules import lacks_gluon
-from .heads import heads_of, is_group
+from .heads import Heads, heads_of, is_group
 
 ATTENTION, GLUON = 650e12, 635e12
 """FLOP a second of torch's attention, and of the Gluon kernel's, with D = 128 in bf16 on one H200, where all SMs are
@@ -23,7 +24,8 @@ GROUPS = 8
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 STAGE = 10e-6
-"""Seconds from the end of a group's attention to the start of the next one's."""
+"""Seconds that a group costs in "copy". With one stream they passed from the end of its attention to the start of the
+next one's. With two another group runs meanwhile, so this is an upper limit."""
 
 
 def _attention(call: Call, heads: int) -> float:
@@ -46,12 +48,19 @@ def _copies(call: Call, *heads: int) -> float:
     return (call.world.size - 1) * sum(n / link_rate("copy engine put", 0, n) for n in sizes)
 
 
+def _own(call: Call, held: Heads) -> float:
+    """Of the copies of a rank's own parts of q, k and v, which memory reads and writes."""
+    elements = call["b"] * call["s"] * (held.queries + 2 * held.keys) * call["d"]
+    return 2 * elements * call.dtype.itemsize / H200.memory
+
+
 def seconds_copied(call: Call, n: int) -> float:
-    """Of "copy" with groups of n heads of queries."""
+    """Of "copy" with groups of n heads of queries, which fill each other's last wave: attention of all heads takes what
+    it takes in one launch."""
     held = heads_of(call["h"], call["g"], call.world.size)
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there, home = _copies(call, n, keys, keys), _copies(call, n)
-    longer = max(groups * _attention(call, n), (groups - 1) * (there + home))
+    longer = max(_own(call, held) + _attention(call, held.queries), (groups - 1) * (there + home))
     return H200.launch + there + longer + groups * STAGE + home + H200.barrier
 
 

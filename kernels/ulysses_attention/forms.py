@@ -118,9 +118,9 @@ def ulysses_attention(
     scale: of the scores, a positive number; 1 / sqrt(D) where None.
 
     mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy", "gluon"
-    and "unfused" with the least predicted time (kernels/ulysses_attention/rules.py); under a causal mask not "copy".
-    With cu_seqlens or window "gluon", or "unfused" where that does not run; where `heads` is given "copy". "gluon"
-    takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2 ranks or more.
+    and "unfused" with the least predicted time (kernels/ulysses_attention/rules.py). With cu_seqlens or window "gluon",
+    or "unfused" where that does not run; where `heads` is given "copy". "gluon" takes bf16 and fp16, and D of 64 and
+    128; on sm_90, with Triton 3.6, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
     divisor or a multiple of those that share a head of keys there. By default in "push" and "gluon" as few as make 8
     groups, in "copy" the number with the least predicted time.

@@ -108,10 +108,7 @@ def fits_gluon(call: Call) -> str:
 
 def default(call: Call) -> str:
     """The form with the least predicted time. "copy" where `heads` is given. With documents and windows, whose time no
-    prediction knows, "gluon" if it can run the call, else "unfused". Under a causal mask not "copy": with one stream it
-    took 9.16 ms where "unfused" took 7.66 (benchmarks/results/ulysses_attention_forms_2.json), with two it has not been
-    measured.
-    """
+    prediction knows, "gluon" if it can run the call, else "unfused"."""
     if "heads" in call.given:
         return "copy"
     if not call["q"].numel():
@@ -119,9 +116,7 @@ def default(call: Call) -> str:
     own = not fits_gluon(call)
     if call["cu_seqlens"] is not None or call["window"] is not None:
         return "gluon" if own else "unfused"
-    predicted = {"unfused": seconds_unfused(call)}
-    if not call["causal"]:
-        predicted["copy"] = seconds_copied(call, default_heads(call))
+    predicted = {"copy": seconds_copied(call, default_heads(call)), "unfused": seconds_unfused(call)}
     if own:
         predicted["gluon"] = seconds_gluon(call)
     return min(predicted, key=lambda form: predicted[form])

@@ -119,16 +119,16 @@ def test_groups_by_default() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- results
-def planned(size: int, heads: int, kv_heads: int, positions: int, batch: int = 1, **arguments: Any) -> Call:
+def planned(size: int, heads: int, kv_heads: int, positions: int, **arguments: Any) -> Call:
     """A call in bf16 with D = 128, of `positions` in all."""
-    q = torch.empty(batch, positions // size, heads, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(1, positions // size, heads, 128, dtype=torch.bfloat16, device="meta")
     named = {"causal": False, "window": None, **arguments}
     world, tensors = (
         SimpleNamespace(size=size, torch_device="cpu"),
         {"q": q, "cu_seqlens": named.pop("cu_seqlens", None)},
     )
     call = Call("", world, tensors, named, {}, None)  # type: ignore[arg-type]
-    call.sizes = {"b": batch, "s": positions // size, "h": heads, "g": kv_heads, "d": 128}
+    call.sizes = {"b": 1, "s": positions // size, "h": heads, "g": kv_heads, "d": 128}
     return call
 
 
@@ -143,7 +143,6 @@ def test_the_form_by_default() -> None:
     assert rules.default(planned(2, 128, 128, 16384, window=(9, 0))) == "unfused"
     assert rules.default(planned(1, 64, 64, 16384)) == "unfused"  # nothing to exchange
     assert rules.default(planned(8, 64, 8, 1024)) == "unfused"  # many copies of little
-    assert rules.default(planned(2, 32, 8, 32768, causal=True)) == "unfused"
     empty = planned(2, 128, 128, 0)
     assert (rules.default(empty), rules.default_heads(empty)) == ("unfused", 1)
     empty.given["heads"] = 2
@@ -151,15 +150,13 @@ def test_the_form_by_default() -> None:
 
 
 def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was measured on 2 H200."""
+    """As it was measured on 2 H200, but for causal attention, whose tasks were spread less evenly then."""
     monkeypatch.setattr(ring_rules, "missing_anywhere", lambda world: "")
     for named in ({"cu_seqlens": ENDS}, {"window": (9, 0)}):
         assert rules.default(planned(2, 32, 8, 32768, causal=True, **named)) == "gluon"
         assert rules.default(planned(1, 32, 8, 32768, causal=True, **named)) == "unfused"
     assert rules.default(planned(2, 128, 128, 16384)) == "gluon"
     assert rules.default(planned(2, 128, 128, 65536)) == "copy"
-    for positions, heads, batch in ((32768, 32, 1), (8192, 32, 1), (4096, 64, 4)):
-        assert rules.default(planned(2, heads, 8, positions, batch, causal=True)) == "gluon"
     assert rules.default(planned(8, 64, 8, 1024)) == "unfused"
 
 

@@ -16,12 +16,16 @@ STAGE = 10e-6
 first copy of keys."""
 FORWARD = {"fused": 440e12, "gluon": 625e12, "parts": 640e12}
 BACKWARD = {"fused": 260e12, "gluon": 480e12, "parts": 530e12}
-"""FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_h200_2.json`,
+"""FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_owners_2.json`,
 `ring_attention_backward_gluon_1.json`)."""
 NARROW = 0.9
 """The speed of the Gluon kernels relative to torch's with D = 64, divided by that with 128: 0.90 to 0.95 measured."""
+PARTED = 0.96
+"""The speed of torch's attention to one rank's keys after the other's, divided by that to all keys at once."""
 FILL = 1400
 """With so many positions torch's backward pass reaches half of its rate."""
+CAUSAL = 1000
+"""The same of the Gluon kernel's forward pass under a causal mask."""
 
 
 def lacks_gluon(world: World, q: torch.Tensor) -> str:
@@ -63,8 +67,13 @@ def _forms(call: Call) -> list[str]:
 
 def seconds(call: Call, form: str) -> float:
     """Predicted time of a form of the forward pass."""
+    computed = _flops(call, 2) / _rate(call, form, FORWARD)
+    if form == "gluon" and call["causal"]:
+        computed *= 1 + CAUSAL / (call["s"] * call.world.size)
+    elif form == "parts" and call.world.size > 1:
+        computed /= PARTED
     # A part of the result is written and read by the merge.
-    return _flops(call, 2) / _rate(call, form, FORWARD) + _between(call, form, 2 * call.dtype.itemsize)
+    return computed + _between(call, form, 2 * call.dtype.itemsize)
 
 
 def seconds_backward(call: Call, form: str) -> float:

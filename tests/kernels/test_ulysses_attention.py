@@ -150,13 +150,17 @@ def test_the_form_by_default() -> None:
 
 
 def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was measured on 2 H200, but for causal attention, whose tasks were spread less evenly then."""
+    """As it was measured on 2 H200."""
     monkeypatch.setattr(ring_rules, "missing_anywhere", lambda world: "")
     for named in ({"cu_seqlens": ENDS}, {"window": (9, 0)}):
         assert rules.default(planned(2, 32, 8, 32768, causal=True, **named)) == "gluon"
         assert rules.default(planned(1, 32, 8, 32768, causal=True, **named)) == "unfused"
     assert rules.default(planned(2, 128, 128, 16384)) == "gluon"
     assert rules.default(planned(2, 128, 128, 65536)) == "copy"
+    for positions in (8192, 32768):
+        causal = planned(2, 32, 8, positions, causal=True)
+        assert rules.default(causal) == "gluon"
+        assert rules.seconds_copied(causal, rules.default_heads(causal)) < rules.seconds_unfused(causal)
     assert rules.default(planned(8, 64, 8, 1024)) == "unfused"
 
 

@@ -24,6 +24,8 @@ NUM_COMM_SMS = 16
 CHUNK = 512
 GLUON_TILES = attention.Tiles(128, 128)
 GLUON_CHUNK = 2048
+WHOLE = 1 << 30
+"""Rows of a chunk where nothing is sent in chunks."""
 GLUON_ROWS = GLUON_TILES.block_m // 2
 """Queries or keys of a consumer, of a block, and of a part in the backward pass."""
 
@@ -76,7 +78,7 @@ def planned(call: Call, tiles: attention.Tiles | None = None) -> Plan:
     tiles = tiles or call["tiles"]
     rank, size = world.rank, world.size
     view = view_of(s, size, call["causal"], call["window"], call["length"])
-    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n
+    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n if size > 1 else WHOLE
     chunks = sequence.pieces(s, layout, rank, size, most)
     blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
     return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs_of(call, chunks, view))

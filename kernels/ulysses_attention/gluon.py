@@ -29,7 +29,7 @@ from ..declaration import Call, Launch
 from ..ring_attention.exact import view_of
 from ..ring_attention.gluon import NEAR, REGISTERS, STAGES, Heads, Job, attend, load, open_memory
 from ..ring_attention.kernel import Attention
-from ..ring_attention.planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
+from ..ring_attention.planning import GLUON_ROWS, GLUON_TILES, WHOLE, Plan, documents, sizes
 from ..ring_attention.sequence import parts, pieces
 from ..ring_attention.turns import heads_together, task_costs
 from ..shared import copies
@@ -39,9 +39,6 @@ from ..shared.grid import num_programs
 from ..shared.products import fitting
 from .groups import groups_of, sending, sent, window
 from .heads import heads_of
-
-WHOLE = 1 << 30
-"""Rows of a chunk, as `Attention` has them: all of a rank's."""
 
 
 @gluon.jit(do_not_specialize=["together"])

@@ -1,10 +1,10 @@
 """The kernel of dk and dv in specialised warps: `backward.keys_kernel`, as gluon.py has the forward pass.
 
-The loader fills slots with a task's keys and values, and with blocks of queries and dout, and waits for the ranks'
-chunks of these in the order of `kernel.visit`. Each of the two consumers has half of a task's keys. Its scores are
-transposed, keys by queries. So weights and slopes are in the registers as the tensor cores take them for the products
-with dout and with the queries, and never leave them. While the tensor cores multiply the values with dout, a consumer
-has the weights, and while they multiply these with dout the slopes.
+The loader fills slots with a task's keys and values, and with blocks of queries and dout, own ones first, and waits for
+the ranks' chunks of these. Each of the two consumers has half of a task's keys. Its scores are transposed, keys by
+queries. So weights and slopes are in the registers as the tensor cores take them for the products with dout and with
+the queries, and never leave them. While the tensor cores multiply the values with dout, a consumer has the weights, and
+while they multiply these with dout the slopes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..shared.tile_attention import LN2, blocks, interval
 from .backward import num_places, place_of
 from .gluon import REGISTERS, clear_behind, open_slots, turn, turns
 from .gluon_dq import rounded, seen_alone, weigh
-from .kernel import num_pieces, piece, visit
+from .kernel import num_pieces, part, piece
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
@@ -51,11 +51,12 @@ class KeysTask:
 @aggregate
 class Blocks:
     """Blocks of queries of a head that a task looks at in a step. Blocks from `clear` on, up to clear_to, need no mask.
-    Queries from position `end` on see none of the keys; those from `here` on may be padding, or have not come."""
+    Queries from position `end` on see none of the keys; those from `here` on may be padding, or another part's."""
 
     h: gl.tensor
     distance: gl.tensor  # to their rank, which is rank - distance
-    chunk: gl.tensor  # of their rank's
+    upper: gl.tensor  # whether they are of its second part
+    begin: gl.tensor  # rows of the part before the first query
     row: gl.tensor  # the first query's
     position: gl.tensor  # the first query's
     count: gl.tensor
@@ -113,20 +114,25 @@ class KeysJob:
 
     @gluon.jit
     def steps(self):
-        """Those of `visit`, each with all heads that share the keys."""
-        return num_pieces(self.p, self.p.CHUNK) * self.world.size * (self.p.H // self.p.KV)
+        """Parts of the ranks' queries, each with all heads that share the keys."""
+        PARTS: gl.constexpr = 2 if self.p.ZIGZAG else 1
+        return self.world.size * PARTS * (self.p.H // self.p.KV)
 
     @gluon.jit
     def looked_at(self, step, task):
-        """What the task looks at in a step."""
+        """What the task looks at in a step, own queries first."""
+        PARTS: gl.constexpr = 2 if self.p.ZIGZAG else 1
         GROUP: gl.constexpr = self.p.H // self.p.KV
-        chunk, distance, first, count, start = visit(step // GROUP, self.rank, self.p, self.world)
+        SIZE: gl.constexpr = self.world.size
+        distance = step // (PARTS * GROUP)
+        upper = step // GROUP % PARTS == 1
+        first, count, start = part(upper, (self.rank - distance + SIZE) % SIZE, self.p, self.world)
         begin, end, full, unmasked, masked = blocks(
             start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_M
         )  # fmt: skip
         return Blocks(
-            task.g * GROUP + step % GROUP, distance, chunk, first + begin, start + begin, unmasked + masked, full,
-            full + unmasked, start + end, gl.minimum(start + count, task.padding),
+            task.g * GROUP + step % GROUP, distance, upper, begin, first + begin, start + begin, unmasked + masked,
+            full, full + unmasked, start + end, gl.minimum(start + count, task.padding),
         )  # fmt: skip
 
     @gluon.jit
@@ -224,11 +230,10 @@ def load_for_dkv(p, job, memory, k, v, own, inboxes):
             memory.values[c].load(t, v, task.b, task.row + c * p.BLOCK_N, task.g * p.D)
         for step in range(job.steps()):
             seen = job.looked_at(step, task)
-            if seen.count > 0:
-                if step % (p.H // p.KV) == 0:
-                    await_queries(seen, task, job)
+            here = -1  # the chunk that has been waited for
             for i in range(seen.count):
                 down = i * p.BLOCK_M
+                here = await_queries(here, seen, down, task, job)
                 rows = job.kept(seen.here, seen.position + down, seen.row + down)
                 cut = rows < p.BLOCK_M
                 if seen.distance == 0:
@@ -242,13 +247,18 @@ def load_for_dkv(p, job, memory, k, v, own, inboxes):
 
 
 @gluon.jit
-def await_queries(seen, task, job):
-    """Wait for the chunk of a step's queries."""
+def await_queries(here, seen, down, task, job):
+    """Wait for the chunk of the queries `down` rows behind the first of a step, unless it is chunk `here`, which has
+    been waited for. (The chunk that is here.)"""
     if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
         if seen.distance > 0:
-            at = (job.world.size - 2 + seen.distance) * job.p.B + task.b
-            at = at * num_pieces(job.p, job.p.CHUNK) + seen.chunk
-            pl.wait(job.p.ready_ptr + at, job.number, job.world)
+            chunks = num_pieces(job.p, job.p.CHUNK)
+            chunk = (seen.begin + down) // job.p.CHUNK + gl.where(seen.upper, chunks // 2, 0)
+            if chunk != here:
+                at = (job.world.size - 2 + seen.distance) * job.p.B + task.b
+                pl.wait(job.p.ready_ptr + at * chunks + chunk, job.number, job.world)
+                here = chunk
+    return here
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -220,14 +220,9 @@ class Side:
         self.stream.wait_event(here or self.here())
         yield self.stream.cuda_stream
 
-    @contextlib.contextmanager
-    def current(self, here: torch.cuda.Event | None) -> Iterator[None]:
-        """Inside, this stream is the current one. What is queued there runs behind what another had `here`."""
-        if self.stream is None:
-            yield
-            return
-        with self.behind(here), torch.cuda.stream(self.stream):
-            yield
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, this stream is the current one."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """What this stream has so far, for `reach`."""

@@ -1,10 +1,11 @@
 """The form "copy": copy engines move heads group by group, and the SMs attend to each group that has arrived.
 
 A rank's stream for copies sends its peers their first groups, then their second ones, ..., and a number behind each
-group. The current stream and another one take groups in turn: a stream copies the rank's own part of a group, waits for
-the parts of all other ranks, and attends to it. The last wave of a group's programs leaves SMs idle, and programs of
-the next group run on them. The stream for copies takes the group's results home meanwhile. So no SM moves what peers
-need. Nothing hides the exchange of the first group and the way home of the last one.
+group. A third stream copies the rank's own parts of all groups: copies within a GPU may need SMs, so they begin before
+attention has them all. The current stream and another one take groups in turn: a stream waits for a group's parts and
+attends to it. The last wave of a group's programs leaves SMs idle, and programs of the next group run on them. The
+stream for copies takes the group's results home meanwhile. So no SM moves what peers need. Nothing hides the exchange
+of the first group and the way home of the last one.
 
 Ranks meet when a launch ends, and not when it begins: when all results are at home, all heads have been read. A rank's
 results of the next launch follow that launch's group of all ranks, so nobody is still at the results of this one.
@@ -124,7 +125,7 @@ def copied(call: Call, local: Local) -> Launch:
         return signals(len(groups) * size + 1, name=f"{call.name}.groups", world=world)
 
     counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
-    number, side, other = counters[-1:], copies.Side(world), copies.Side(world, "groups")
+    number, side, other, beside = counters[-1:], *(copies.Side(world, *name) for name in ((), ("groups",), ("own",)))
 
     def moved(name: str, peer: int, heads: range) -> copies.Send:
         place = copies.layout(b, size * s, here[name], d)[:, rank * s : (rank + 1) * s]
@@ -154,24 +155,23 @@ def copied(call: Call, local: Local) -> Launch:
         operands = [x.narrow(2, of.start, len(of)) for x, of in zip(plain, heads)]
         attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
         wait = beside_launch(world, arrived_kernel, (1,), num_warps=1)  # or it would follow the group before
-        own, home_again = parts(rank, group), copies.sent_to(world, back)
-        stages.append((at % 2, own, group.first, wait, counters[at * size :], attend, operands, home_again))
+        stages.append((parts(rank, group), wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
     meet, send = copies.meeting(world), sending(world, number.plain(), side, sends)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         send(q, k, v)
-        given, begun, keys_here = {"q": q, "k": k, "v": v}, other.here(), None
-        found = []  # kept until the copies have ended
-        for odd, own, first, wait, ready, attend, operands, back in stages:
-            with other.current(begun) if odd else contextlib.nullcontext():
+        given, here = {"q": q, "k": k, "v": v}, []
+        with beside.behind() as stream:
+            for own, *_ in stages:
                 for name, move in own:
-                    move(given[name], None)
-                if first:
-                    keys_here = side.here()
-                else:
-                    side.reach(keys_here)  # own keys, which came with an earlier group, maybe on the other stream
+                    move(given[name], stream)
+                here.append(beside.mark())  # own keys that an earlier group brought are here, too
+        found = []  # kept until the copies have ended
+        for at, (_, wait, ready, attend, operands, back) in enumerate(stages):
+            with other.current() if at % 2 else contextlib.nullcontext():
+                beside.reach(here[at])  # behind which the other stream has all that it needs
                 wait(ready, number, world.device)
                 found.append(attend(*operands, cu_seqlens).contiguous())
                 with side.behind() as stream:

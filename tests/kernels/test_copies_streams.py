@@ -64,11 +64,14 @@ class Deferred:
     def behind(self, here: set[int] | None = None) -> Iterator[None]:
         if self.lost != "behind":
             self.queue.after[self.name] |= self.here() if here is None else here
+        with self.current():
+            yield
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
         before, self.queue.stream = self.queue.stream, self.name
         yield
         self.queue.stream = before
-
-    current = behind  # work goes to the queue's stream
 
     def mark(self) -> set[int]:
         return set(self.queue.after[self.name])
@@ -138,8 +141,8 @@ ORDERS: dict[str, Callable[[str, int], float]] = {
     "the side first": lambda stream, rank: stream == "current",
     "any": lambda stream, rank: random.random(),
     "the side first, but on rank 0": lambda stream, rank: (stream == "side") == (rank == 0),
-    "the side, then the second": lambda stream, rank: ("side", "groups", "current").index(stream),
-    "the side, then the current": lambda stream, rank: ("side", "current", "groups").index(stream),
+    "the side, then the second": lambda stream, rank: ("side", "own", "groups", "current").index(stream),
+    "the side, then the current": lambda stream, rank: ("side", "current", "groups", "own").index(stream),
 }
 
 
@@ -193,15 +196,18 @@ def test_groups_on_two_streams(call: Callable, order: str, monkeypatch: pytest.M
 
 
 def test_groups_take_turns_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copies its own parts, waits, and attends."""
+    """Each waits and attends. Own parts are copied on a third one."""
 
     def noted(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         found = attend_sharing(world, seed)
-        streams = [stream for _, stream, _ in world.keep("queue", Queue).done if stream != "side"]
-        turns = [(stream, len(list(work))) for stream, work in itertools.groupby(streams)]
-        assert [stream for stream, _ in turns] == ["current", "groups"] * 3 + ["current"]
-        # With the first and the fourth group come own parts of k and v; the operands come before, `got` behind.
-        assert [n for _, n in turns] == [1 + 5, 3, 3, 5, 3, 3, 2]
+        streams = [stream for _, stream, _ in world.keep("queue", Queue).done]
+        assert streams.count("own") == 6 + 2 * 2  # of six groups, and of two heads of keys and of values
+        turns = [
+            (stream, len(list(work)))
+            for stream, work in itertools.groupby(x for x in streams if x not in ("side", "own"))
+        ]
+        # The operands come before, the meeting and `got` behind.
+        assert turns == [("current", 1 + 2), *[("groups", 2), ("current", 2)] * 2, ("groups", 2), ("current", 2)]
         return found
 
     in_order(monkeypatch, noted, "the side first")

@@ -1,7 +1,6 @@
 """The rule for the form and for its groups: predicted seconds on H200s.
 
 A prediction counts the exchange before the first group, attention of all groups, and the way home of the last group.
-In "copy" also the own parts of all groups, since copies within a GPU take SMs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pkt.model.gpu import H200, link_rate
 
 from ..declaration import Call
 from ..ring_attention.rules import lacks_gluon
-from .heads import Heads, heads_of, is_group
+from .heads import heads_of, is_group
 
 ATTENTION, GLUON = 650e12, 635e12
 """FLOP a second of torch's attention, and of the Gluon kernel's, with D = 128 in bf16 on one H200, where all SMs are
@@ -24,8 +23,7 @@ GROUPS = 8
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 STAGE = 10e-6
-"""Seconds that a group costs in "copy". With one stream they passed from the end of its attention to the start of the
-next one's. With two another group runs meanwhile, so this is an upper limit."""
+"""Seconds that a group costs in "copy"."""
 
 
 def _attention(call: Call, heads: int) -> float:
@@ -48,19 +46,15 @@ def _copies(call: Call, *heads: int) -> float:
     return (call.world.size - 1) * sum(n / link_rate("copy engine put", 0, n) for n in sizes)
 
 
-def _own(call: Call, held: Heads) -> float:
-    """Of the copies of a rank's own parts of q, k and v, which memory reads and writes."""
-    elements = call["b"] * call["s"] * (held.queries + 2 * held.keys) * call["d"]
-    return 2 * elements * call.dtype.itemsize / H200.memory
-
-
 def seconds_copied(call: Call, n: int) -> float:
-    """Of "copy" with groups of n heads of queries, which fill each other's last wave: attention of all heads takes what
-    it takes in one launch."""
+    """Of "copy" with groups of n heads of queries. Under a causal mask groups fill each other's last wave, whose
+    programs end one after the other, so attention of all heads takes what it takes in one launch. Without a mask they
+    were measured to take their waves one group after the other."""
     held = heads_of(call["h"], call["g"], call.world.size)
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there, home = _copies(call, n, keys, keys), _copies(call, n)
-    longer = max(_own(call, held) + _attention(call, held.queries), (groups - 1) * (there + home))
+    attention = _attention(call, held.queries) if call["causal"] else groups * _attention(call, n)
+    longer = max(attention, (groups - 1) * (there + home))
     return H200.launch + there + longer + groups * STAGE + home + H200.barrier
 
 
@@ -83,6 +77,13 @@ def seconds_gluon(call: Call) -> float:
     attention = _flops(call, held.queries) / GLUON
     home = 2 * call["q"].numel() * call.dtype.itemsize / H200.memory
     return H200.launch + there + max(attention, (groups - 1) * there) + home + H200.barrier
+
+
+def delay(call: Call) -> float:
+    """How long one head of "gluon" more takes to come, as a share of the time of attention to all heads."""
+    held, n = heads_of(call["h"], call["g"], call.world.size), call["heads"]
+    keys = max(n // held.sharing, 1)
+    return _copies(call, n, keys, keys) / (call["b"] * n) / (_flops(call, held.queries) / GLUON)
 
 
 def pushed_heads(call: Call) -> int:

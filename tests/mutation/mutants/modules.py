@@ -184,7 +184,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of("kernels/ulysses_attention/rules.py", "tests/kernels/test_ulysses_attention.py -k by_default",
         ("a group costs nothing", "longer + groups * STAGE", "longer + 0 * STAGE"),
-        ("own parts are there at once", "max(_own(call, held) + _attention", "max(0 * _own(call, held) + _attention"),
+        ("groups fill each other's waves without a mask", "if call[\"causal\"] else groups * _attention(call, n)", "if True else 0.0"),
         ("every peer's copies take no time", "(call.world.size - 1) * sum(n / link_rate", "0.0 * sum(n / link_rate"),
         ("documents are exchanged by all-to-alls", 'return "gluon" if own else "unfused"', 'return "unfused"'),
         ("one rank exchanges heads", "if call.world.size == 1 else", "if call.world.size == 0 else"),

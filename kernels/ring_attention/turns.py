@@ -15,7 +15,7 @@ from ..declaration import Call
 from .sequence import Part, View
 
 EVEN = 1.02
-"""The work of the program that has the most, of the mean, which is even enough."""
+"""The work of the program that has the most, of the mean, with delays, which is even enough."""
 CHOICES = 32
 """Numbers of heads that are compared."""
 TASK = 3.0
@@ -45,18 +45,23 @@ def task_costs(
     return [TASK + heads * count for count in seen]
 
 
-def heads_together(costs: Sequence[float], heads: int, near: int, programs: int, unit: int = 1) -> int:
+def heads_together(
+    costs: Sequence[float], heads: int, near: int, programs: int, unit: int = 1, delay: float = 0.0
+) -> int:  # fmt: skip
     """How many heads to take at a time: `near`, whose operands stay in the L2 cache, if that spreads the work evenly;
-    else the smallest multiple of `unit` that does; else the most even number of those compared. costs: of the tasks of
-    each head, in their order."""
+    else the smallest multiple of `unit` that does; else the best of those compared.
+
+    costs: of the tasks of each head, in their order. delay: by what share of the time of all tasks they begin later for
+    each head that is taken together, where heads are still to come.
+    """
     near = min(near, heads)
     choices = [near, *range(unit, heads, max(heads // unit // CHOICES, 1) * unit), heads]
-    uneven = []
+    times = []
     for together in choices:
-        uneven.append(_most(costs, heads, together, programs))
-        if uneven[-1] <= EVEN:
+        times.append(_most(costs, heads, together, programs) + delay * together)
+        if times[-1] <= EVEN:
             return together
-    return choices[uneven.index(min(uneven))]
+    return choices[times.index(min(times))]
 
 
 def _most(costs: Sequence[float], heads: int, together: int, programs: int) -> float:

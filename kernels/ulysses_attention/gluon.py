@@ -39,6 +39,7 @@ from ..shared.grid import num_programs
 from ..shared.products import fitting
 from .groups import groups_of, sending, sent, window
 from .heads import heads_of
+from .rules import delay
 
 
 @gluon.jit(do_not_specialize=["together"])
@@ -123,7 +124,7 @@ def planned_heads(call: Call) -> Launch:
     same |= {name: tl.constexpr(x) for name, x in constants.items()}
     near = max(NEAR // (2 * size * s * d * itemsize), 1) * held.sharing
     costs = task_costs(call, queries, parts(size * s, "contiguous", 0, 1), view, GLUON_ROWS)
-    together = heads_together(costs, b * held.queries, min(near, each), programs, held.sharing)
+    together = heads_together(costs, b * held.queries, min(near, each), programs, held.sharing, delay(call))
     spans_of = documents(call)
     options = {"GROUP": each, "REPEATS": held.repeats, "STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     start = cooperative_launch(world, gluon_heads_kernel, (programs,), **options)

@@ -26,6 +26,13 @@ def test_heads_that_share_keys_are_taken_together() -> None:
     assert turns._most(costs, 32, chosen, 132) < turns._most(costs, 32, 4, 132)
 
 
+def test_few_heads_are_taken_together_where_heads_are_still_to_come() -> None:
+    """Of 4 x 4096 positions and 32 heads of a rank; of them 4 at a time took 1.07 ms on 2 H200, and 88 1.30."""
+    costs = [3.0 + 2 * (32 - i) for i in range(32)]
+    assert turns.heads_together(costs, 128, 4, 132, unit=8) == 88
+    assert turns.heads_together(costs, 128, 4, 132, unit=8, delay=0.003) == 4
+
+
 def test_equal_tasks_stay_near() -> None:
     assert turns.heads_together([7.0] * 33, 40, 5, 132) == 5
     assert turns.heads_together([7.0] * 4, 3, 5, 132) == 3

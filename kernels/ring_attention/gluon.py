@@ -38,6 +38,7 @@ from ..shared.products import fitting
 from ..shared.tile_attention import LN2, blocks, interval
 from .kernel import Attention, num_pieces, piece, visit
 from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
+from .rules import delay
 from .sequence import parts as parts_of
 from .sequence import pieces
 from .turns import heads_together, task_costs
@@ -577,7 +578,7 @@ def planned_attention(call: Call, plan: Plan, *inboxes: SymmetricTensor) -> Laun
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "WAY": tl.constexpr("copied")}
     group, programs = h // g, num_programs(world, b * h * plan.blocks)
     near = max(NEAR // (2 * world.size * s * d * call.dtype.itemsize), 1) * group
-    together = heads_together(costs_of_queries(call, plan), b * h, near, programs, group)
+    together = heads_together(costs_of_queries(call, plan), b * h, near, programs, group, delay(call, 2))
     start = cooperative_launch(world, gluon_attention_kernel, (programs,), STAGES=STAGES, num_warps=CONSUMER_WARPS)
 
     def launch(

@@ -20,6 +20,7 @@ from .gluon import NEAR, costs_of_queries
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
 from .planning import GLUON_ROWS, Plan, num_places
+from .rules import delay
 from .sequence import parts as parts_of
 from .sequence import pieces
 from .turns import heads_together, task_costs
@@ -65,7 +66,7 @@ def planned_gradients(call: Call, plan: Plan, exchange: Exchange | None) -> Call
     options = {"STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     programs = num_programs(world, b * h * plan.blocks)
     of_queries = cooperative_launch(world, gluon_dq_kernel, (programs,), **options)
-    of_dq = heads_together(costs_of_queries(call, plan), b * h, max(near, 1) * group, programs, group)
+    of_dq = heads_together(costs_of_queries(call, plan), b * h, max(near, 1) * group, programs, group, delay(call, 3))
     costs = costs_of_keys(call, plan)
     programs = num_programs(world, b * g * len(costs))
     of_keys = beside_launch(world, gluon_dkv_kernel, (programs,), **options)

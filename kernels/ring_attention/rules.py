@@ -88,6 +88,14 @@ def seconds_backward(call: Call, form: str) -> float:
     return computed + _between(call, form, 3 * (2 * call.dtype.itemsize + 8))
 
 
+def delay(call: Call, products: int) -> float:
+    """How long the keys of one head of queries more take to come, as a share of the time of so many products of all
+    heads in a Gluon kernel."""
+    sent = 2 * (call.world.size - 1) * call["k"].numel() * call.dtype.itemsize
+    heads = call["b"] * call["h"]
+    return sent / H200.link / heads / (_flops(call, products) / FORWARD["gluon"])
+
+
 def _flops(call: Call, products: int) -> float:
     """products: of the pairs that queries see, each of D multiplications."""
     pairs = call["q"].numel() * call["s"] * call.world.size

@@ -15,13 +15,7 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -32,11 +26,13 @@ from ..declaration import Call, Launch
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
-from ..shared.gluon_warps import SWIZZLED, accumulator, half_layout, itemsize, open_barriers, whole_rows
+from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.grid import num_programs
 from ..shared.products import fitting
-from ..shared.tile_attention import LN2, blocks, interval
-from .kernel import Attention, num_pieces, piece, visit
+from ..shared.tile_attention import LN2
+from .gluon_slots import Slots, open_slots
+from .gluon_tasks import Job, turn, turns
+from .kernel import Attention, num_pieces
 from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
 from .rules import delay
 from .sequence import parts as parts_of
@@ -52,259 +48,7 @@ NEAR = 16 << 20
 the L2 cache."""
 
 
-# ------------------------------------------------------------------------------------------------------------- tasks
-@gluon.jit
-def turn(k):
-    """This program's k-th task. Every second round of tasks goes to the programs in the opposite order: else the first
-    ones would have the longest tasks in every round."""
-    programs = gl.num_programs(0)
-    return k * programs + gl.where(k % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
-
-
-@gluon.jit
-def turns(tasks):
-    """How many of so many tasks this program has."""
-    k = tasks // gl.num_programs(0)
-    return k + gl.where(turn(k) < tasks, 1, 0)
-
-
-@aggregate
-class Block:
-    """A block of keys that a task looks at, by their positions. Those from `end` on are not seen. Blocks from
-    clear_from on, up to clear_to, need no mask."""
-
-    step: gl.tensor  # of `visit`: whose chunk it is of
-    at: gl.tensor  # the first key
-    end: gl.tensor
-    clear_from: gl.tensor
-    clear_to: gl.tensor
-    here: gl.tensor  # keys from here on have not come, or are padding
-    shift: gl.tensor  # to the row of a key from its position
-    chunk: gl.tensor  # of its rank's
-    distance: gl.tensor  # to its rank, which is rank - distance
-
-
-@aggregate
-class Task:
-    """The queries of a task, and the keys that they see, as `tile_attention.sight` has them."""
-
-    b: gl.tensor
-    h: gl.tensor
-    row: gl.tensor  # the first query's
-    rows: gl.tensor
-    position: gl.tensor  # the first query's
-    least: gl.tensor
-    most: gl.tensor
-    all_from: gl.tensor
-    all_to: gl.tensor
-    padding: gl.tensor  # keys from here on may be padding
-    distance: gl.tensor  # to the rank of the queries, which is rank - distance
-
-
-@aggregate
-class Heads:
-    """Of a rank that attends with the queries of all ranks, of some heads: as in `ulysses_attention`."""
-
-    GROUP: gl.constexpr  # heads of queries that come together
-    REPEATS: gl.constexpr  # heads of keys in a row that are one head of `k`
-
-
-@aggregate
-class Job:
-    """What all roles know."""
-
-    p: gl.tuple  # Attention
-    together: gl.tensor  # heads of all batches that programs work on at a time
-    rank: gl.tensor
-    epoch: gl.tensor
-    world: gl.tuple
-    heads: gl.tuple  # Heads; None: this rank attends with its own queries, of all heads
-
-    @gluon.jit
-    def tiles(self):
-        """Of queries of a head."""
-        tiles = num_pieces(self.p, self.p.BLOCK_M)
-        if self.heads is not None:
-            tiles *= self.world.size
-        return tiles
-
-    @gluon.jit
-    def tasks(self):
-        return self.p.B * self.p.H * self.tiles()
-
-    @gluon.jit
-    def sees(self, position, inside):
-        """The keys that queries at these positions see, [low, high). inside: which of the queries there are."""
-        total = self.world.size * self.p.S
-        return interval(position, position, total, inside, self.p.left, self.p.right, self.p)
-
-    @gluon.jit
-    def task(self, t):
-        """Task t. Of some heads at a time all tasks come, those with the most keys under a causal mask first."""
-        tiles = self.tiles()
-        begin = t // (self.together * tiles) * self.together
-        heads = gl.minimum(self.p.B * self.p.H - begin, self.together)
-        r = t % (self.together * tiles)
-        head = begin + r % heads
-        tile = tiles - 1 - r // heads
-        source = self.rank
-        distance = 0
-        if self.heads is not None:
-            each = num_pieces(self.p, self.p.BLOCK_M)
-            source = tile // each
-            tile = tile % each
-            distance = (self.rank - source + self.world.size) % self.world.size
-        row, rows, position = piece(tile, source, self.p, self.world, self.p.BLOCK_M)
-        # What a query sees ascends with its row, up to padding.
-        last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
-        least, all_to = self.sees(position, rows > 0)
-        all_from, most = self.sees(position + last, rows > 0)
-        # Each role looks at one block or more. Queries that see no key look at the first one here, which is masked.
-        _row, _rows, first = piece(0, self.rank, self.p, self.world, self.p.BLOCK_M)
-        blind = (rows <= 0) | (least >= most)
-        padding = gl.cast(self.p.length, gl.int32)
-        if self.p.spans_ptr is not None:  # behind the last document
-            padding = gl.where(blind, 0, most)
-        least = gl.where(blind, first, least)
-        most = gl.where(blind, first + 1, most)
-        all_to = gl.where(blind | (position + rows > self.p.length), 0, all_to)
-        return Task(head // self.p.H, head % self.p.H, row, rows, position, least, most, all_from, all_to, padding,
-                    distance)  # fmt: skip
-
-    @gluon.jit
-    def column(self, task, block):
-        """Where the head of keys that the task looks at begins in the rows of the block."""
-        head = task.h // (self.p.H // self.p.KV)
-        if self.heads is not None:
-            if block.distance == 0:  # own rows have all heads
-                head = (self.rank * self.p.KV + head) // self.heads.REPEATS
-        return head * self.p.D
-
-    @gluon.jit
-    def steps(self):
-        """Of `visit`."""
-        return num_pieces(self.p, self.p.CHUNK) * self.world.size
-
-    @gluon.jit
-    def seek(self, step, task):
-        """The first block of keys that the task looks at from a step of `visit` on: from 0 on there is one. Behind the
-        last block the step is `steps`."""
-        step = gl.cast(step, gl.int32)
-        chunk, distance, first, count, start, begin, end, full, unmasked = self.looked_at(step, task)
-        while (begin >= end) & (step < self.steps()):
-            step += 1
-            chunk, distance, first, count, start, begin, end, full, unmasked = self.looked_at(step, task)
-        clear = start + begin + full * self.p.BLOCK_N
-        clear_to = clear + unmasked * self.p.BLOCK_N
-        here = gl.minimum(start + count, task.padding)
-        return Block(step, start + begin, start + end, clear, clear_to, here, first - start, chunk, distance)
-
-    @gluon.jit
-    def looked_at(self, step, task):
-        """What the task looks at in a step: a chunk of a rank as from `visit`, and its blocks as from `blocks`."""
-        chunk, distance, first, count, start = visit(step, self.rank, self.p, self.world)
-        begin, end, full, unmasked, _ = blocks(
-            start, count, task.least, task.most, task.all_from, task.all_to, self.p.BLOCK_N
-        )  # fmt: skip
-        return chunk, distance, first, count, start, begin, end, full, unmasked
-
-    @gluon.jit
-    def kept(self, block):
-        """How many of the block's rows are kept. Those behind have not come or are padding, so they may be NaN, for
-        which weights of 0 are no remedy. All are kept if no row follows on its rank: there TMA finds zeros."""
-        rows = block.here - block.at
-        cut = (rows < self.p.BLOCK_N) & (block.here + block.shift < self.p.S)
-        return gl.where(cut, rows, self.p.BLOCK_N)
-
-    @gluon.jit
-    def next(self, block, task):
-        """The block behind this one."""
-        at = block.at + self.p.BLOCK_N
-        if at < block.end:
-            block = Block(block.step, at, block.end, block.clear_from, block.clear_to, block.here, block.shift,
-                          block.chunk, block.distance)  # fmt: skip
-        else:
-            block = self.seek(block.step + 1, task)
-        return block
-
-
-# ------------------------------------------------------------------------------------------------------------- slots
-@aggregate
-class Slots:
-    """Shared memory for blocks of rows, which the loader fills in turn: block n is in slot n % STAGES."""
-
-    room: gl.shared_memory_descriptor  # (STAGES, rows, D)
-    full: gl.shared_memory_descriptor  # a barrier a slot: it has been filled
-    empty: gl.shared_memory_descriptor  # a barrier a slot: it is free
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def load(self, n, x, b, row, column):
-        """Fill the slot of block n from (b, row, column) of x. Rows behind its last one are 0."""
-        self.fill(n, x, b, row, column, self.filled(n))
-
-    @gluon.jit
-    def filled(self, n):
-        """The barrier that lets the slot of block n be taken."""
-        return self.full.index(n % self.STAGES)
-
-    @gluon.jit
-    def fill(self, n, x, b, row, column, landed):
-        """As `load`, with any barrier. Where it is not `filled`, `keep_first` lets the slot be taken."""
-        slot = n % self.STAGES
-        mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
-        room = self.room.index(slot)
-        ROWS: gl.constexpr = room.shape[0]
-        COLUMNS: gl.constexpr = room.shape[1]
-        mbarrier.expect(landed, ROWS * COLUMNS * itemsize(room.dtype))
-        part = room._reinterpret(room.dtype, [1, ROWS, COLUMNS], x.layout)
-        tma.async_copy_global_to_shared(x, [b, row, column], landed, part)
-
-    @gluon.jit
-    def keep_first(self, n, rows, landed, phase):
-        """Set all but the first `rows` rows of block n to 0. landed: the barrier of `fill`, in `phase`."""
-        mbarrier.wait(landed, phase)
-        clear_behind(self.room.index(n % self.STAGES), rows)
-        fence_async_shared()
-        mbarrier.arrive(self.filled(n), count=1)
-
-    @gluon.jit
-    def take(self, n):
-        """The slot of block n, once it has been filled."""
-        slot = n % self.STAGES
-        mbarrier.wait(self.full.index(slot), (n // self.STAGES) & 1)
-        return self.room.index(slot)
-
-    @gluon.jit
-    def free(self, n):
-        """Let the slot of block n go."""
-        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
-
-
-@gluon.jit
-def clear_behind(room, rows):
-    """Set all but the first `rows` rows to 0, a few at a time. Rows lie in pieces of SWIZZLED columns."""
-    ROWS: gl.constexpr = room.shape[0]
-    EACH: gl.constexpr = min(8, ROWS)
-    COLUMNS: gl.constexpr = min(SWIZZLED, room.shape[1])
-    PIECES: gl.constexpr = room.shape[1] // COLUMNS
-    LAYOUT: gl.constexpr = whole_rows(COLUMNS, room.dtype, gl.num_warps())
-    LAID: gl.constexpr = half_layout(EACH, COLUMNS, room.dtype)
-    parts = room._reinterpret(room.dtype, [PIECES * ROWS // EACH, EACH, COLUMNS], LAID)
-    for i in range(gl.maximum(rows, 0) // EACH, ROWS // EACH):
-        kept = i * EACH + gl.arange(0, EACH, layout=gl.SliceLayout(1, LAYOUT)) < rows
-        for p in gl.static_range(PIECES):
-            part = parts.index(p * (ROWS // EACH) + i)
-            part.store(gl.where(kept[:, None], part.load(LAYOUT), 0.0))
-
-
-@gluon.jit
-def open_slots(dtype, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, READERS: gl.constexpr):
-    """Empty slots for blocks that so many consumers read."""
-    room = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], half_layout(ROWS, COLUMNS, dtype))
-    return Slots(room, open_barriers(STAGES), open_barriers(STAGES, READERS), STAGES)
-
-
+# ------------------------------------------------------------------------------------------------------------- roles
 @aggregate
 class Memory:
     """What the roles share."""
@@ -330,7 +74,6 @@ def open_memory(dtype, p, STAGES: gl.constexpr):
     return Memory(queries, keys, values, open_barriers(1).index(0), results, begins)
 
 
-# ------------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
 def fetch(slots, n, own, inbox, block, b, column, landed):
     """Fill the slot of block n of keys, or of values, from those of this rank or of the others. b, column: where they

@@ -26,8 +26,10 @@ from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import num_places, place_of
-from .gluon import REGISTERS, clear_behind, open_slots, turn, turns
+from .gluon import REGISTERS
 from .gluon_dq import rounded, seen_alone, weigh
+from .gluon_slots import clear_behind, open_slots
+from .gluon_tasks import turn, turns
 from .kernel import num_pieces, part, piece
 
 
@@ -101,7 +103,7 @@ class KeysJob:
         row, rows, position = piece(
             t % each // heads, self.rank, self.p, self.world, CONSUMERS * self.p.BLOCK_N
         )  # fmt: skip
-        # The queries that see a key ascend with its row, as the keys in `gluon.Job.task`.
+        # The queries that see a key ascend with its row, as the keys in `gluon_tasks.Job.task`.
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
         all_from, most = self.sees(position + last, rows > 0)
@@ -137,7 +139,7 @@ class KeysJob:
 
     @gluon.jit
     def kept(self, here, at, row):
-        """How many rows of the block of queries at a position and a row are kept, as `gluon.Job.kept`."""
+        """How many rows of the block of queries at a position and a row are kept, as `gluon_tasks.Job.kept`."""
         cut = (here - at < self.p.BLOCK_M) & (row + here - at < self.p.S)
         return gl.where(cut, here - at, self.p.BLOCK_M)
 

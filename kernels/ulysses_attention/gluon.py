@@ -27,7 +27,8 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..ring_attention.exact import view_of
-from ..ring_attention.gluon import NEAR, REGISTERS, STAGES, Heads, Job, attend, load, open_memory
+from ..ring_attention.gluon import NEAR, REGISTERS, STAGES, attend, load, open_memory
+from ..ring_attention.gluon_tasks import Heads, Job
 from ..ring_attention.kernel import Attention
 from ..ring_attention.planning import GLUON_ROWS, GLUON_TILES, WHOLE, Plan, documents, sizes
 from ..ring_attention.sequence import parts, pieces

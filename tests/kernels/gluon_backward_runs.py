@@ -13,11 +13,11 @@ import torch
 from .gluon_machine import Descriptor, Machine, Pointer, as_python
 
 gluon = pytest.importorskip("pkt.kernels.ring_attention.gluon")
-from pkt.kernels.ring_attention import backward, exact, gluon_dkv, gluon_dq, kernel, sequence  # noqa: E402
+from pkt.kernels.ring_attention import backward, exact, gluon_dkv, gluon_dq, sequence  # noqa: E402
 
-from .gluon_runs import BK, BM, Broken, assert_near, flat, poison, warps, world  # noqa: E402
+from .gluon_runs import BK, BM, RING, Broken, assert_near, flat, poison, warps, world  # noqa: E402
 
-MODULES = [warps, kernel, backward, gluon, gluon_dq, gluon_dkv]
+MODULES = [warps, *RING, backward, gluon, gluon_dq, gluon_dkv]
 HALF = BM // 2
 assert HALF == BK
 

@@ -68,8 +68,9 @@ def pushing(
 class Exchange:
     """What the backward pass moves: inboxes, counters, and who needs which chunks. Collective."""
 
-    def __init__(self, call: Call, plan: Plan, places: int, words: int, programs: int) -> None:
-        """places: of the numbers of a head, see `Backward.rows_ptr`. words: counters behind those of chunks."""
+    def __init__(self, call: Call, plan: Plan, places: int, words: int, *key: int) -> None:
+        """places: of the numbers of a head, see `Backward.rows_ptr`. words: counters behind those of chunks. key: calls
+        with another one have other counters."""
         self.world = world = call.world
         b, h = call["b"], call["h"]
         others, packed = world.size - 1, call["cu_seqlens"] is not None
@@ -79,7 +80,7 @@ class Exchange:
         count = 2 * self.first + words
         # Documents may hide chunks that a causal mask or a window does not.
         self.counters = world.keep(
-            (call.name, "ready", count, call["h"], plan.blocks, plan.chunk, packed, programs),
+            (call.name, "ready", count, plan.chunk, packed, *key),
             lambda: signals(count, unwaited=packed, name=f"{call.name}.ready", world=world),
         )
         self.keys = windows(call, call.name)

@@ -167,7 +167,7 @@ def _fused(call: Call) -> Launch:
     pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     places = num_places(call, 1)
-    exchange = Exchange(call, plan, places, 2, programs)
+    exchange = Exchange(call, plan, places, 2, tasks, programs)  # launches with one queue have as many tasks
     counters = exchange.counters
     needs = outside_pools(
         lambda: torch.tensor(exchange.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
@@ -214,7 +214,7 @@ def _gluon(call: Call) -> Launch:
     same |= {name: tl.constexpr(value) for name, value in constants.items()}
     exchange = None
     if world.size > 1:
-        exchange = Exchange(call, plan, places, 1, 0)
+        exchange = Exchange(call, plan, places, 1)
         counters, side = exchange.counters, copies.Side(world)
         number, bar = counters[-1:], barrier_counters(world)
         same |= {"ready_ptr": counters, "number_ptr": number}

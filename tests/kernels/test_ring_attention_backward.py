@@ -213,6 +213,22 @@ def test_what_the_forward_pass_got_must_not_change() -> None:
     on_ranks(1, run)
 
 
+@pytest.mark.parametrize("shapes", [[(1, 1, 40), (1, 2, 40)], [(2, 1, 32), (2, 2, 16)]])
+def test_calls_with_other_tasks_have_another_queue(shapes: list[tuple[int, int, int]]) -> None:
+    """One batch and then two, on as many programs: on one rank, which has no chunks to count, and with as many chunks
+    in all."""
+
+    def run(world: Any) -> None:
+        for _, batch, rows in 2 * shapes:
+            x, lse = torch.ones(batch, rows, 1, 16), torch.full((batch, 1, rows), math.log(rows * world.size) + 4.0)
+            dq, dk, dv = pkt.ring_attention_backward(x, x, x, x, x, lse, **{**SETTINGS, "tiles": (32, 16)})
+            assert not dq.any()  # dout @ v.T is delta everywhere
+            assert not dk.any()
+            assert torch.allclose(dv, x)
+
+    on_ranks(shapes[0][0], run, sms=2)
+
+
 # ------------------------------------------------------------------------------------------------------ to the last bit
 def test_every_run_is_the_same_to_the_last_bit() -> None:
     """Whatever the schedule and the number of programs, launch after launch: parts are added in a fixed order."""

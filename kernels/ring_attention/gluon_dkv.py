@@ -107,6 +107,7 @@ class KeysJob:
         last = gl.maximum(gl.minimum(rows, self.p.length - position), 1) - 1
         least, all_to = self.sees(position, rows > 0)
         all_from, most = self.sees(position + last, rows > 0)
+        most = gl.where(rows > 0, most, 0)  # behind the second part are keys of another rank
         padding = gl.cast(self.p.length, gl.int32)
         if self.p.spans_ptr is not None:
             padding = most

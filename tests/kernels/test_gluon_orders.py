@@ -152,6 +152,13 @@ def test_zigzag_ring_backward(size, S):
         run_ring_backward(size, S, 2, 1, 1 + seed, seed, zigzag=True, causal=seed != 3, window=window)
 
 
+@pytest.mark.parametrize(("S", "window"), [(17, (0, 3)), (33, (8, 0))])
+def test_a_task_without_rows_waits_for_nobody(S, window):
+    """The second part has a piece less than the first. The queries that see the next key may not be sent here."""
+    for seed in range(2):
+        run_ring_backward(2, S, 1, 1, 1, seed, zigzag=True, causal=False, window=window, launches=1)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_padded_ring_backward(size, zigzag):

@@ -80,7 +80,7 @@ def seconds_backward(call: Call, form: str) -> float:
     """Predicted time of a form of the backward pass."""
     computed, others = _flops(call, 5) / _rate(call, form, BACKWARD), call.world.size - 1
     if form == "parts":
-        computed *= 1 + FILL / (call["s"] * call.world.size)
+        computed *= 1 + FILL / max(call["s"] * call.world.size, 1)
     elif others:  # keys, values, queries and dout travel meanwhile
         sent = 2 * others * (call["q"].numel() + call["k"].numel()) * call.dtype.itemsize
         computed = max(computed, sent / H200.link)

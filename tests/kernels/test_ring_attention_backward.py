@@ -180,6 +180,15 @@ def test_rows_that_see_nothing_have_no_gradient() -> None:
     on_ranks(2, run)
 
 
+def test_a_sequence_without_rows_has_gradients() -> None:
+    def run(world: Any) -> None:
+        mine = [torch.ones(1, 0, 1, 8, requires_grad=True) for _ in range(3)]
+        pkt.ring_attention(*mine).sum().backward()
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in mine)
+
+    on_ranks(2, run)
+
+
 def test_the_numbers_of_rows_that_see_nothing_are_zero() -> None:
     """A kernel may multiply them with weights that are zero, and zero times NaN is none."""
 

@@ -243,7 +243,8 @@ def _unfused(call: Call) -> Launch:
     held = heads_of(h, g, size)
     whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
 
-    inboxes = [window(call, name, shape) for name, shape in whole.items()]
+    # Not those of "copy", whose launches do not begin with a meeting of the ranks.
+    inboxes = [window(call, f"unfused.{name}", shape) for name, shape in whole.items()]
     plain = [x.plain() for x in inboxes]
     attend = _local(call).planned(world, plain[0], plain[1], plain[2], call["cu_seqlens"])
 

@@ -118,6 +118,21 @@ def test_groups_by_default() -> None:
         assert rules.pushed_heads(call) == group
 
 
+def test_forms_in_turn() -> None:
+    """None pushes into memory that another has left without a meeting of the ranks."""
+    everybody = [[x[:, :3] for x in xs] for xs in operands(8, 4, 2)]
+    right = [forms.reference(rank, *everybody) for rank in range(RANKS)]
+
+    def run(world: Any) -> None:
+        mine = [xs[world.rank] for xs in everybody]
+        for options in (COPY, {"mode": "unfused"}, COPY, SMALL, COPY):
+            found = pkt.ulysses_attention(*mine, **options)
+            assert torch.allclose(found.double(), right[world.rank], atol=1e-4)
+
+    for seed in (0, 3):
+        on_ranks(RANKS, run, seed=seed)
+
+
 # -------------------------------------------------------------------------------------------------------- results
 def planned(size: int, heads: int, kv_heads: int, positions: int, **arguments: Any) -> Call:
     """A call in bf16 with D = 128, of `positions` in all."""

@@ -22,6 +22,8 @@ from .sequence import LAYOUTS, View
 CALL = "ring_attention"
 NUM_COMM_SMS = 16
 CHUNK = 512
+MOST = 1 << 30
+"""Elements of all heads in a chunk, which programs that push count in 32 bits."""
 GLUON_TILES = attention.Tiles(128, 128)
 GLUON_CHUNK = 2048
 WHOLE = 1 << 30
@@ -78,7 +80,8 @@ def planned(call: Call, tiles: attention.Tiles | None = None) -> Plan:
     tiles = tiles or call["tiles"]
     rank, size = world.rank, world.size
     view = view_of(s, size, call["causal"], call["window"], call["length"])
-    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n if size > 1 else WHOLE
+    most = min(call.settings.get("chunk", CHUNK), s, MOST // max(call["h"] * call["d"], 1))
+    most = triton.cdiv(most, tiles.block_n) * tiles.block_n if size > 1 else WHOLE
     chunks = sequence.pieces(s, layout, rank, size, most)
     blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
     return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs_of(call, chunks, view))

@@ -14,7 +14,7 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.ring_attention import exact, parts, rules, sequence
+from pkt.kernels.ring_attention import exact, parts, planning, rules, sequence
 from pkt.kernels.ring_attention.merge import merge_kernel
 from pkt.kernels.ring_attention.parts import ROWS as ROWS_MERGED
 from pkt.kernels.ring_attention.parts import rectangle
@@ -273,6 +273,12 @@ def planned(rows: int, size: int = 2, given: dict[str, int] | None = None, **nam
     call = Call("", SimpleNamespace(size=size, torch_device="cpu"), tensors, arguments, given or {}, None)  # type: ignore[arg-type]
     call.sizes = {"b": 1, "s": rows, "h": 16, "g": 16, "d": 128}
     return call
+
+
+def test_elements_of_a_chunk_are_counted_in_32_bits() -> None:
+    call = planned(1 << 20)
+    call.world.rank, call.settings = 0, {"chunk": 1 << 20}  # type: ignore[misc]
+    assert 1 << 29 < planning.planned(call, planning.GLUON_TILES).chunk * 16 * 128 < 1 << 31
 
 
 def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

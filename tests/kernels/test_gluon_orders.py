@@ -153,7 +153,7 @@ def test_zigzag_ring_backward(size, S):
 
 
 @pytest.mark.parametrize(("S", "window"), [(17, (0, 3)), (33, (8, 0))])
-def test_a_task_without_rows_waits_for_nobody(S, window):
+def test_a_task_without_rows_in_a_ring_backward(S, window):
     """The second part has a piece less than the first. The queries that see the next key may not be sent here."""
     for seed in range(2):
         run_ring_backward(2, S, 1, 1, 1, seed, zigzag=True, causal=False, window=window, launches=1)

@@ -41,7 +41,7 @@ class Backward(NamedTuple):
     # queries, dout and their numbers
     needs_ptr: Any  # int32 (2, size - 1, chunks) this rank's, as ready_ptr
     number_ptr: Any  # int32, this rank's: the number of this launch
-    bar_ptr: Any
+    bar_ptr: Any  # as of Attention
     queue_ptr: Any
     num_comm_sms: Any
     B: Any
@@ -359,13 +359,20 @@ def _push_numbers(task, p, world):
 
 
 @triton.jit
+def alone_kernel(p, world):
+    """dq in a world of one rank, where nothing travels."""
+    for task in range(tl.program_id(0), p.B * p.H * num_pieces(p, p.BLOCK_M), tl.num_programs(0)):
+        _queries(task, p, world, 0)
+
+
+@triton.jit
 def queries_kernel(p, world):
     """dq, while keys and values, and then queries, go to the other ranks."""
-    chunks = 2 * p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
+    chunks = 2 * p.B * num_pieces(p, p.CHUNK)
     epoch = pl.epoch(p.ready_ptr, world)
     if tl.program_id(0) == 0:
         tl.store(p.number_ptr, epoch)  # for the kernel behind this one
-    if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
+    if tl.program_id(0) < p.num_comm_sms:
         # before overwrite: every rank's launch before has ended, and with it what reads its inboxes
         pl.barrier(p.bar_ptr + tl.program_id(0), world)
     tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)

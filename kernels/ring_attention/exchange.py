@@ -18,9 +18,9 @@ from .planning import CALL, Plan, needs_of
 
 def windows(call: Call, name: str = CALL, of: tuple[str, str] = ("keys", "values")) -> list[SymmetricTensor]:
     """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls of `name` with such operands; those of
-    "queries" and "dout" have h heads. Collective."""
+    "queries" and "dout" have h heads. On several ranks. Collective."""
     world, heads = call.world, call["g" if of[0] == "keys" else "h"]
-    shape = (world.size - 1, call["b"], call["s"], heads, call["d"]) if world.size > 1 else (1,)
+    shape = (world.size - 1, call["b"], call["s"], heads, call["d"])
 
     def make() -> list[SymmetricTensor]:
         return [empty(*shape, dtype=call.dtype, name=f"{name}.{one}", world=world) for one in of]
@@ -41,8 +41,8 @@ def pushing(
     """
     world, b, s = call.world, call["b"], call["s"]
     rank, size = world.rank, world.size
-    run = inboxes[0].numel() // max((size - 1) * b * s, 1)
-    shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
+    run = inboxes[0].shape[3] * inboxes[0].shape[4]
+    shard, theirs = copies.layout(b, s * run), copies.layout(size - 1, b, s * run)
     sends: list[tuple[int, copies.Send]] = []
     for i, c, d in product(range(b), range(len(chunks)), range(1, size)):
         piece, peer, at = chunks[c], (rank + d) % size, first + ((d - 1) * b + i) * len(chunks) + c
@@ -66,7 +66,7 @@ def pushing(
 
 
 class Exchange:
-    """What the backward pass moves: inboxes, counters, and who needs which chunks. Collective."""
+    """What the backward pass moves on several ranks: inboxes, counters, and who needs which chunks. Collective."""
 
     def __init__(self, call: Call, plan: Plan, places: int, words: int, *key: int) -> None:
         """places: of the numbers of a head, see `Backward.rows_ptr`. words: counters behind those of chunks. key: calls
@@ -85,11 +85,17 @@ class Exchange:
         )
         self.keys = windows(call, call.name)
         self.queries = windows(call, call.name, ("queries", "dout"))
-        shape = (others, 2, b, h, places) if others else (1,)
+        shape = others, 2, b, h, places
         self.rows = world.keep(
             (call.name, "rows", *shape),
             lambda: empty(*shape, dtype=torch.float32, name=f"{call.name}.rows", world=world),
         )
+
+    @property
+    def inboxes(self) -> dict[str, SymmetricTensor]:
+        """Those of `Backward`."""
+        names = ("k", "v", "q", "dout", "rows")
+        return {f"{name}_inbox_ptr": x for name, x in zip(names, (*self.keys, *self.queries, self.rows), strict=True)}
 
     def numbers_to(self, batch: int, distance: int) -> copies.Send:
         """What moves the numbers of a batch's rows to rank + distance."""

@@ -168,6 +168,8 @@ def _counters(call: Call, plan: Plan, *key: Any) -> SymmetricTensor:
 
 def _fused(call: Call) -> Launch:
     world, plan = call.world, planned(call)
+    if world.size == 1:
+        return _copied(call)
     pushes, tasks = call["b"] * plan.pushes, _tasks(call, plan)
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     pushing = max(1, min(call["num_comm_sms"], programs - 1, pushes))

@@ -83,6 +83,10 @@ def _kernel(call: Call) -> Kernel | None:
     return kernel_for(call["q"], call["k"], call["v"], [kind for kind in kinds if kind is not None])
 
 
+def _scale(call: Call) -> float:
+    return call["d"] ** -0.5 if call["scale"] is None else call["scale"]
+
+
 def fits(call: Call) -> str:
     """Why torch's attention cannot compute a call; "" where it can."""
     if call["cu_seqlens"] is not None:
@@ -103,15 +107,14 @@ def fits(call: Call) -> str:
 
 
 class Ring:
-    """What both passes plan: rectangles, and the copies of keys and values to the ranks that see them, into inboxes of
-    a name, see `windows`. Collective."""
+    """What both passes plan on several ranks: rectangles, and the copies of keys and values to the ranks that see them,
+    into inboxes of a name, see `windows`. Collective."""
 
     def __init__(self, call: Call, name: str) -> None:
         self.world = world = call.world
         self.b, self.s, self.h, self.g, self.d = (call[letter] for letter in "bshgd")
         self.causal, self.layout, self.itemsize = _is_causal(call), call["layout"], call.dtype.itemsize
-        self.scale = self.d**-0.5 if call["scale"] is None else call["scale"]
-        self.kernel = _kernel(call)
+        self.kernel, self.scale = _kernel(call), _scale(call)
         size, inboxes = world.size, windows(call, name)
         # [d - 1]: the keys of rank - d are here; [size - 2 + d]: so are the gradients that rank + d has of mine.
         self.counters = world.keep(
@@ -137,8 +140,6 @@ class Ring:
 
     def received(self, inboxes: Sequence[SymmetricTensor]) -> list[torch.Tensor]:
         """(size - 1, B, S, KV, D), of keys and of values."""
-        if self.world.size == 1:
-            return []
         return [inbox.plain().view(-1, self.b, self.s, self.g, self.d) for inbox in inboxes]
 
     def to_peer(
@@ -177,6 +178,8 @@ class Ring:
 
 def planned_parts(call: Call) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse)."""
+    if call.world.size == 1:
+        return _whole(call)
     ring, bar = Ring(call, call.name), barrier_counters(call.world)  # inboxes as of the other forms
     start = cooperative_launch(call.world, copies.begin_kernel, (1,), num_warps=1)
     firsts = (0, *(seen.queries.start for _, seen in ring.seen))
@@ -203,8 +206,26 @@ def planned_parts(call: Call) -> Launch:
     return launch
 
 
+def _whole(call: Call) -> Launch:
+    """The plan on one rank."""
+    kernel, causal, scale = _kernel(call), _is_causal(call), _scale(call)
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
+        lse: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        if kernel is not None and q.numel():
+            for to, found in zip((out, lse), kernel.attend(q, k, v, causal, scale)):
+                to.copy_(found)
+        return out, lse
+
+    return launch
+
+
 def planned_backward(call: Call) -> Launch:
     """launch(dout, q, k, v, result, lse, out, dlse, cu_seqlens, dk, dv)."""
+    if call.world.size == 1:
+        return _whole_backward(call)
     # Without a barrier there is no telling whether the kernels of another form still read its inboxes.
     ring, home = Ring(call, f"{call.name}.parts"), windows(call, f"{call.name}.home")
     rank, size = call.world.rank, call.world.size
@@ -239,6 +260,22 @@ def planned_backward(call: Call) -> Launch:
             for to, total in zip((out, dk, dv), totals):
                 to.copy_(total)
         ring.end()
+        return out, dk, dv
+
+    return launch
+
+
+def _whole_backward(call: Call) -> Launch:
+    """The plan of the backward pass on one rank."""
+    kernel, causal, scale = _kernel(call), _is_causal(call), _scale(call)
+
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, dlse: None, cu_seqlens: None, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        if kernel is not None and q.numel():
+            for to, found in zip((out, dk, dv), kernel.gradients(dout, q, k, v, result, lse, causal, scale)):
+                to.copy_(found)
         return out, dk, dv
 
     return launch

@@ -47,9 +47,10 @@ from ..shared.checks import FLOATS
 from ..shared.grid import barrier_counters, num_programs
 from ..shared.replays import with_memory
 from . import rules
-from .backward import Backward, keys_kernel, queries_kernel, rows_kernel
+from .backward import Backward, alone_kernel, keys_kernel, queries_kernel, rows_kernel
 from .exact_backward import bound, reference
-from .exchange import Exchange, pushing
+from .exchange import Exchange
+from .exchange import pushing as pushed
 from .parts import fits, planned_backward
 from .planning import (
     ARGUMENTS,
@@ -122,8 +123,8 @@ def ring_attention_backward(
     strides.
 
     Symmetric memory kept: (size - 1) times the bytes of q, k, v and dout, and 8 for each row and head of q; in "parts"
-    twice (size - 1) times the bytes of k and v. "gluon" keeps none on one rank. Raises ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    twice (size - 1) times the bytes of k and v; none on one rank. Raises ShapeError, DtypeError, CollectiveMismatch,
+    Unsupported.
     """
     values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
     return OPERATOR((dout, q, k, v, result, lse, out, dlse, cu_seqlens), values, world)
@@ -167,20 +168,21 @@ def _fused(call: Call) -> Launch:
     pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     places = num_places(call, 1)
-    exchange = Exchange(call, plan, places, 2, tasks, programs)  # launches with one queue have as many tasks
-    counters = exchange.counters
-    needs = outside_pools(
-        lambda: torch.tensor(exchange.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
-    )
-    both = Backward(
-        *[None] * 9, *exchange.keys, *exchange.queries, exchange.rows, ready_ptr=counters, needs_ptr=needs,
-        number_ptr=counters[-2:], bar_ptr=barrier_counters(world), queue_ptr=counters[-1:],
-        num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)),
-        **sizes(call, plan), STAGES=tl.constexpr(tiles.num_stages), PIECE=tl.constexpr(1),
-    )  # fmt: skip
+    constants = {"STAGES": tl.constexpr(tiles.num_stages), "PIECE": tl.constexpr(1)}
+    of_all: dict[str, Any] = {**dict.fromkeys(Backward._fields), **sizes(call, plan), **constants, "num_comm_sms": 0}
+    if world.size > 1:
+        exchange = Exchange(call, plan, places, 2, tasks, programs)  # launches with one queue have as many tasks
+        needs = outside_pools(
+            lambda: torch.tensor(exchange.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
+        )
+        counters, pushing = exchange.counters, max(1, min(call["num_comm_sms"], programs - 1, pushes))
+        of_all |= exchange.inboxes | {"ready_ptr": counters, "needs_ptr": needs, "number_ptr": counters[-2:]}
+        of_all |= {"bar_ptr": barrier_counters(world), "queue_ptr": counters[-1:], "num_comm_sms": pushing}
+    both = Backward(**of_all)
     block_m, block_n, _, stages = map(tl.constexpr, key_tiles)
     same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
-    of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
+    kernel = queries_kernel if world.size > 1 else alone_kernel
+    of_queries = cooperative_launch(world, kernel, (programs,), **tiles.options)
     spans_of = documents(call)
     n, block_d = b * places * h, triton.next_power_of_2(max(d, 16))
     of_rows = beside_launch(world, rows_kernel, (triton.cdiv(n, ROWS),))
@@ -220,8 +222,8 @@ def _gluon(call: Call) -> Launch:
         same |= {"ready_ptr": counters, "number_ptr": number}
         begin = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
         of_keys, of_queries = exchange.needs
-        push_keys = pushing(call, plan.pieces, of_keys, exchange.keys, counters, side)
-        push_queries = pushing(
+        push_keys = pushed(call, plan.pieces, of_keys, exchange.keys, counters, side)
+        push_queries = pushed(
             call, plan.pieces, of_queries, exchange.queries, counters, side, exchange.first,
             ahead=exchange.numbers_to,
         )  # fmt: skip

@@ -23,7 +23,7 @@ NARROW = 0.9
 PARTED = 0.96
 """The speed of torch's attention to one rank's keys after the other's, divided by that to all keys at once."""
 FILL = 1400
-"""With so many positions torch's backward pass reaches half of its rate."""
+"""With so many positions torch's backward pass reaches half of its rate on several ranks."""
 CAUSAL = 1000
 """The same of the Gluon kernel's forward pass under a causal mask."""
 
@@ -79,7 +79,7 @@ def seconds(call: Call, form: str) -> float:
 def seconds_backward(call: Call, form: str) -> float:
     """Predicted time of a form of the backward pass."""
     computed, others = _flops(call, 5) / _rate(call, form, BACKWARD), call.world.size - 1
-    if form == "parts":
+    if others and form == "parts":
         computed *= 1 + FILL / max(call["s"] * call.world.size, 1)
     elif others:  # keys, values, queries and dout travel meanwhile
         sent = 2 * others * (call["q"].numel() + call["k"].numel()) * call.dtype.itemsize

@@ -42,11 +42,11 @@ def _cpu(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
 
 def _cpu_gradients(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
     shape, times = k.shape, q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    k, v = [x.repeat_interleave(times, 1) for x in (k, v)]
     dq, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
-    return dq, *(x.reshape(*shape[:2], times, *shape[2:]).float().sum(2).to(x.dtype) for x in others)
+    return dq, *[x.reshape(*shape[:2], times, *shape[2:]).float().sum(2).to(x.dtype) for x in others]
 
 
 class Kernel(NamedTuple):
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The result and its logarithms."""
-        out, lse = self.forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)[:2]
+        out, lse = self.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale)[:2]
         return out.transpose(1, 2).contiguous(), lse.reshape(out.shape[:3]).contiguous()
 
     def gradients(
@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
         lse: torch.Tensor, causal: bool, scale: float,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Of q, k and v. `out` and `lse` may be of more keys than these."""
-        heads = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        heads = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
         found = self.backward(*heads, lse.contiguous(), causal, scale)
         return [x.transpose(1, 2).contiguous() for x in found]
 

@@ -36,16 +36,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..all_to_all import OPERATOR as ALL_TO_ALL
 from ..declaration import Call, Case, Form, Launch, Operand, flag, integer, number
-from ..gradients import Backward, Gradients, Recorded
+from ..gradients import Backward, required
 from ..operator import Operator
 from ..ring_attention import exact, sequence
 from ..shared import attention
@@ -53,34 +51,17 @@ from ..shared.checks import FLOATS, symmetric_out
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from ..shared.replays import in_one_call
 from . import rules
-from .groups import again, copied, window
+from .groups import copied
 from .heads import heads_of, is_group
+from .kept import ulysses_attention_kept
 from .kernel import Exchange, exchange_kernel
-from .local import Local
+from .unfused import backward, bound, local_of, reference, shape, unfused
 
 CALL = "ulysses_attention"
 NUM_COMM_SMS = 16
 CHUNK = 512
 REGISTERS = 1 << 16
 """Of an SM, on which one program runs."""
-
-
-def reference(
-    rank: int, q: Sequence[torch.Tensor], k: Sequence[torch.Tensor], v: Sequence[torch.Tensor],
-    cu_seqlens: Sequence[torch.Tensor] | None = None, causal: bool = False, scale: float | None = None,
-    window: tuple[int, int] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """What `rank` gets from the ranks' operands, in fp64."""
-    return exact.reference(rank, q, k, v, cu_seqlens, causal, "contiguous", scale, window)[0]
-
-
-def bound(
-    rank: int, dtype: torch.dtype, roundings: int, q: Sequence[torch.Tensor], k: Sequence[torch.Tensor],
-    v: Sequence[torch.Tensor], cu_seqlens: Sequence[torch.Tensor] | None = None, causal: bool = False,
-    scale: float | None = None, window: tuple[int, int] | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    """How far the result may be from `reference`."""
-    return exact.bound(rank, dtype, roundings, q, k, v, cu_seqlens, causal, "contiguous", scale, window)[:1]
 
 
 def ulysses_attention(
@@ -119,8 +100,9 @@ def ulysses_attention(
 
     mode: a form that the top of kernels/ulysses_attention/forms.py describes. Where None, the one of "copy", "gluon"
     and "unfused" with the least predicted time (kernels/ulysses_attention/rules.py). With cu_seqlens or window "gluon",
-    or "unfused" where that does not run; where `heads` is given "copy". "gluon" takes bf16 and fp16, and D of 64 and
-    128; on sm_90, with Triton 3.6, on 2 ranks or more.
+    or "unfused" where that does not run; where `heads` is given "copy". Where gradients are wanted, in bf16 and fp16,
+    "unfused", and the backward pass finds what each rank attended with and the result (kept.py). "gluon" takes bf16 and
+    fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
     divisor or a multiple of those that share a head of keys there. By default in "push" and "gluon" as few as make 8
     groups, in "copy" the number with the least predicted time.
@@ -137,20 +119,23 @@ def ulysses_attention(
     of q for the result, which in "copy" and "gluon" a symmetric `out` saves. Raises ShapeError, DtypeError,
     CollectiveMismatch, Unsupported.
     """
-    values = (causal, scale, window, mode, num_comm_sms, heads, chunk, tiles)
-    return OPERATOR((q, k, v, out, cu_seqlens), values, world)
+    chosen = (mode, num_comm_sms, heads, chunk, tiles)
+    if torch.is_grad_enabled() and required((q, k, v)) and _keeps(q, chosen):
+        kept = ulysses_attention_kept(
+            q, k, v, out, cu_seqlens=cu_seqlens, causal=causal, scale=scale, window=window, world=world
+        )  # fmt: skip
+        return kept[0]
+    return OPERATOR((q, k, v, out, cu_seqlens), (causal, scale, window, *chosen), world)
+
+
+def _keeps(q: Any, chosen: Sequence[Any]) -> bool:
+    """Whether the backward pass of a call shall find what attention had and gave. torch has better kernels for fp32."""
+    if not isinstance(q, torch.Tensor) or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return q.numel() > 0 and all(value is None for value in chosen)
 
 
 # --------------------------------------------------------------------------------------------------------- checks
-def _shape(call: Call) -> tuple[int, ...]:
-    """The shape of the result; learns its sizes. Raises ShapeError."""
-    shape = attention.shape(call)
-    if call["h"] % call.world.size:
-        wanted = f"a number of heads that {call.world.size} ranks divide"
-        raise ShapeError.argument(call.name, "q", tuple(call["q"].shape), wanted, call.world.rank)
-    return shape
-
-
 def default_tiles(call: Call) -> attention.Tiles:
     """Those of this rank's GPU; in the simulator those of an H200."""
     known = call.on_gpu and torch.cuda.get_device_capability(call.world.torch_device)
@@ -223,12 +208,8 @@ def _push(call: Call) -> Launch:
     return launch
 
 
-def _local(call: Call) -> Local:
-    return Local(call.world.size * call["s"], call["causal"], call["window"], call["scale"])
-
-
 def _copied(call: Call) -> Launch:
-    return copied(call, _local(call))
+    return copied(call, local_of(call))
 
 
 def _gluon(call: Call) -> Launch:
@@ -237,75 +218,12 @@ def _gluon(call: Call) -> Launch:
     return planned_heads(call)
 
 
-def _unfused(call: Call) -> Launch:
-    world, size, out = call.world, call.world.size, call["out"]
-    b, s, h, g, d = (call[letter] for letter in "bshgd")
-    held = heads_of(h, g, size)
-    whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
-
-    # Not those of "copy", whose launches do not begin with a meeting of the ranks.
-    inboxes = [window(call, f"unfused.{name}", shape) for name, shape in whole.items()]
-    plain = [x.plain() for x in inboxes]
-    attend = _local(call).planned(world, plain[0], plain[1], plain[2], call["cu_seqlens"])
-
-    def sent(x: torch.Tensor) -> torch.Tensor:
-        return held.repeated((x.plain() if isinstance(x, SymmetricTensor) else x).view(b, s, -1, d), g)
-
-    moves = [
-        ALL_TO_ALL.planned(world, sent(call[name]), to, scatter=2, gather=1) for name, to in zip("qkv", inboxes)
-    ]  # fmt: skip
-    # Peers store into a symmetric `out`, and otherwise load from a symmetric result.
-    result = None if isinstance(out, SymmetricTensor) else window(call, "results", whole["q"])
-    like = torch.empty(whole["q"], dtype=call.dtype, device=world.torch_device) if result is None else result
-    back = ALL_TO_ALL.planned(world, like, out.view(b, s, h, d), scatter=1, gather=2)
-
-    def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
-        for move, x, to in zip(moves, (q, k, v), inboxes):
-            move(sent(x), to)
-        found = attend(*plain, cu_seqlens)
-        if result is None:
-            back(found.contiguous(), out)
-        else:
-            result.plain().copy_(found)
-            back(result, out)
-        return out
-
-    return again(call, launch)
-
-
 def _view(call: Call) -> sequence.View:
     return exact.view_of(call["s"], call.world.size, call["causal"], call["window"], None)
 
 
 def _scale(call: Call) -> float:
     return call["d"] ** -0.5 if call["scale"] is None else call["scale"]
-
-
-# ------------------------------------------------------------------------------------------------------- gradients
-def backward(call: Recorded) -> Gradients:
-    """The gradients, by exchanges of heads, gradients of attention on each rank, and exchanges back. Collective."""
-    size, (b, s, h, d) = call.world.size, ((1,) * (4 - len(call.shape("q"))) + call.shape("q"))
-    g = call.shape("k")[-2]
-    if not b * s * h * d:
-        return {name: call.grad.new_zeros(call.shape(name)) for name in call.wanted}
-    held = heads_of(h, g, size)
-
-    def there(x: torch.Tensor) -> torch.Tensor:
-        x = held.repeated(x.reshape(b, s, -1, d), g).contiguous()
-        return call.operator("all_to_all", x, scatter=2, gather=1)
-
-    q, k, v, grad = (there(x) for x in (call["q"], call["k"], call["v"], call.grad))
-    local = Local(size * s, call["causal"], call["window"], call["scale"])
-    found = local.gradients(call, q, k, v, grad)
-    home = {}
-    for name, x in found.items():
-        x = call.operator("all_to_all", x.contiguous(), scatter=1, gather=2)
-        if name != "q" and held.repeats > 1:
-            x = x.view(b, s, g, held.repeats, d).float().sum(3).to(x.dtype)
-        home[name] = x.reshape(call.shape(name))
-    return home
 
 
 # ---------------------------------------------------------------------------------------------------- declaration
@@ -320,7 +238,7 @@ OPERATOR = Operator(
         "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
         "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
     },
-    result=_shape,
+    result=shape,
     arguments={"causal": flag, "scale": number(above=0), "window": attention.window},
     settings={
         "num_comm_sms": integer(1), "heads": integer(1), "chunk": integer(1), "tiles": attention.tiles,
@@ -344,7 +262,7 @@ OPERATOR = Operator(
             settings={"heads": rules.pushed_heads},
         ),
         "unfused": Form(
-            _unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",
+            unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out,
         ),
     },
@@ -352,7 +270,9 @@ OPERATOR = Operator(
     reference=reference,
     bound=bound,
     backward=Backward(
-        backward, "`all_to_all` of q, k, v and the gradient, attention once more, `all_to_all` back",
+        backward,
+        "`all_to_all` of the gradient, attention's gradients on each rank, `all_to_all` back; in fp32, or where a form "
+        "was asked for, of q, k and v too, and attention once more",
         saves=dict.fromkeys("qkv", SAVED),
     ),
     cases=(

@@ -94,13 +94,15 @@ def sent(
 def sending(
     world: World, this: torch.Tensor, side: copies.Side, sends: Sequence[tuple[str, copies.Send]]
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.cuda.Event | None]:
-    """send(q, k, v): count a launch in `this`, and queue the copies on `side`. Returns what to `side.reach`. sends: the
-    operand that it takes, or "this", and what sends it."""
+    """send(q, k, v): count a launch in `this`, and queue the copies on `side`. Returns what to `side.reach`, None for
+    nothing. sends: the operand that it takes, or "this", and what sends it."""
 
     def send(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.cuda.Event | None:
         if world.streams is not None:
             world.streams.follow()  # the world's last call may be on another stream
         this.add_(1)
+        if not sends:
+            return None
         given = {"q": q, "k": k, "v": v, "this": this}
         with side.behind() as stream:
             for name, one in sends:

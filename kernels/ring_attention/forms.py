@@ -230,6 +230,8 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
 
 def _unfused(call: Call) -> Launch:
     world, plan, k = call.world, planned(call), call["k"]
+    if world.size == 1:
+        return _copied(call)
     shape = (world.size * call["b"], call["s"], call["g"], call["d"])
     key = (CALL, "gathered", shape, call.dtype)
 

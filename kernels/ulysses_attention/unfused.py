@@ -55,6 +55,7 @@ def local_of(call: Call) -> Local:
 
 
 def unfused(call: Call) -> Launch:
+    """The plan of the form. Collective."""
     whole, there, home = exchanges(call)
     attend = local_of(call).planned(call.world, *whole, call["cu_seqlens"])
 

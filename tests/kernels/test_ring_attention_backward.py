@@ -142,6 +142,20 @@ def test_gradients_of_bf16() -> None:
     check([q, [k[0] - 30, k[1] + 30], v], torch.bfloat16, causal=True)
 
 
+def test_no_form_needs_symmetric_memory_on_one_rank() -> None:
+    def run(world: Any) -> None:
+        q, k, v = (xs[world.rank].requires_grad_() for xs in few(operands(8, rows=20)))
+        found = []
+        for mode in ("fused", "copy", "unfused", "parts"):
+            out, lse = pkt.ring_attention(q, k, v, causal=True, mode=mode, return_lse=True, world=world.alone)
+            (grad,) = torch.autograd.grad(out.square().sum(), q)
+            found.append((out, lse, grad))
+        assert all(torch.allclose(x, y, atol=1e-4) for each in found[1:] for x, y in zip(each, found[0]))
+        assert not world.heap.live
+
+    on_ranks(2, run)
+
+
 def test_the_reference_is_torchs_gradient() -> None:
     """The formula of the backward pass, in fp64, of exact results."""
     everybody = operands(4, rows=9, size=3)

@@ -120,9 +120,8 @@ def ring_attention(
     at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also those of lse, are those of
     `pkt.ring_attention_backward`.
 
-    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused"; none on one rank in "copy"
-    and "gluon". "parts" holds up to size
-    results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused"; none on one rank. "parts"
+    holds up to size results while it runs. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     values = (causal, layout, scale, window, length, return_lse, mode, num_comm_sms, chunk, tiles)
     found = OPERATOR((q, k, v, out, cu_seqlens), values, world)

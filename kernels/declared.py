@@ -52,6 +52,7 @@ class Declared:
         tuning: Tuning | None = None,
         backward: Backward | Callable[[Recorded], Gradients] | None = None,
         cases: Sequence[Case] = (),
+        called: str = "",
     ) -> None:
         """
         function: what users call.
@@ -81,8 +82,10 @@ class Declared:
             whether it does.
         tuning: how the tuner sees it. backward: its backward pass, see gradients.py.
         cases: calls for the conformance suite.
+        called: what errors call it, where users call another function.
         """
         self.function, self.name = function, function.__name__
+        self.called = called or self.name
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.across = dict(across or {})
         self.dtype = dtype
@@ -154,7 +157,7 @@ class Declared:
         """A call that nothing has checked yet."""
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
-        return Call(self.name, world, tensors, arguments, given, keywords["mode"])
+        return Call(self.called, world, tensors, arguments, given, keywords["mode"])
 
     def _check_operands(self, call: Call) -> None:
         """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""

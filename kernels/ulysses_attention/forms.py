@@ -120,11 +120,9 @@ def ulysses_attention(
     CollectiveMismatch, Unsupported.
     """
     chosen = (mode, num_comm_sms, heads, chunk, tiles)
-    if torch.is_grad_enabled() and required((q, k, v)) and _keeps(q, chosen):
-        kept = ulysses_attention_kept(
-            q, k, v, out, cu_seqlens=cu_seqlens, causal=causal, scale=scale, window=window, world=world
-        )  # fmt: skip
-        return kept[0]
+    if torch.is_grad_enabled() and required((q, k, v)) and _keeps(q, (out, *chosen)):
+        told: dict[str, Any] = {"cu_seqlens": cu_seqlens, "causal": causal, "scale": scale, "window": window}
+        return ulysses_attention_kept(q, k, v, **told, world=world)[0]
     return OPERATOR((q, k, v, out, cu_seqlens), (causal, scale, window, *chosen), world)
 
 

@@ -116,6 +116,7 @@ OPERATOR = Operator(
     arguments={"causal": flag, "scale": number(above=0), "window": attention.window},
     forms={"unfused": Form(_unfused, "`all_to_all`, attention on each rank, `all_to_all`", agrees=symmetric_out)},
     reference=reference,
+    called="ulysses_attention",
     backward=Backward(
         backward, "`all_to_all` of the gradient, attention's backward pass, `all_to_all` back",
         saves=dict.fromkeys("qkv", (*KEPT, "cu_seqlens")), inner=KEPT,

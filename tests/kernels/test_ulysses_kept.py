@@ -79,8 +79,19 @@ def test_whose_backward_pass_finds_what_is_kept() -> None:
             with torch.no_grad():
                 assert pkt.ulysses_attention(q, k, v).grad_fn is None
             assert pkt.ulysses_attention(q.detach(), k.detach(), v.detach()).grad_fn is None
+            with pytest.raises(pkt.Unsupported, match="ulysses_attention: found out=, which autograd does not record"):
+                pkt.ulysses_attention(q, k, v, torch.empty_like(q))
 
     on_ranks(1, run)
+
+
+def test_errors_name_the_function_that_was_called() -> None:
+    def run(world: Any) -> None:
+        q, k, v = (xs[0].requires_grad_() for xs in operands(7, 2, 1, dtype=BF16))
+        with pytest.raises(pkt.ShapeError, match=f"rank {world.rank}: ulysses_attention: q: found"):
+            pkt.ulysses_attention(q[:, :, :1], k, v)
+
+    on_ranks(2, run)
 
 
 def test_gradients_of_gradients_are_refused() -> None:

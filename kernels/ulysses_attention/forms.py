@@ -42,12 +42,12 @@ from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..declaration import Call, Case, Form, Launch, Operand, flag, integer, number
+from ..declaration import Call, Case, Form, Launch, integer
 from ..gradients import Backward, required
 from ..operator import Operator
 from ..ring_attention import exact, sequence
 from ..shared import attention
-from ..shared.checks import FLOATS, symmetric_out
+from ..shared.checks import symmetric_out
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from ..shared.replays import in_one_call
 from . import rules
@@ -55,7 +55,7 @@ from .groups import copied
 from .heads import heads_of, is_group
 from .kept import ulysses_attention_kept
 from .kernel import Exchange, exchange_kernel
-from .unfused import backward, bound, local_of, reference, shape, unfused
+from .unfused import ARGUMENTS, TENSORS, backward, bound, local_of, reference, shape, unfused
 
 CALL = "ulysses_attention"
 NUM_COMM_SMS = 16
@@ -232,12 +232,9 @@ TILED = {"q": "2 150 W*2 64", "k": "2 150 W*1 64", "v": "2 150 W*1 64"}  # more 
 HALF = torch.bfloat16  # it takes no fp32
 OPERATOR = Operator(
     ulysses_attention,
-    tensors={
-        "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
-        "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
-    },
+    tensors=TENSORS,
     result=shape,
-    arguments={"causal": flag, "scale": number(above=0), "window": attention.window},
+    arguments=ARGUMENTS,
     settings={
         "num_comm_sms": integer(1), "heads": integer(1), "chunk": integer(1), "tiles": attention.tiles,
     },

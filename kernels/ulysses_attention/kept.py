@@ -17,14 +17,13 @@ import torch
 from pkt.errors import Unsupported
 from pkt.runtime.world import World
 
-from ..declaration import Call, Form, Launch, Operand, Shape, flag, number
+from ..declaration import Call, Form, Launch, Operand, Shape
 from ..gradients import TRACED, Backward, Gradients, Recorded
 from ..operator import Operator
 from ..ring_attention import OPERATOR as RING_ATTENTION
-from ..shared import attention
-from ..shared.checks import FLOATS, symmetric_out
+from ..shared.checks import symmetric_out
 from .heads import Heads, heads_of
-from .unfused import exchanges, home, reference, shape, there
+from .unfused import ARGUMENTS, TENSORS, exchanges, home, reference, shape, there
 
 KEPT = ("queries", "keys", "values", "attended", "lse")
 
@@ -103,17 +102,14 @@ def backward(call: Recorded) -> Gradients:
 
 OPERATOR = Operator(
     ulysses_attention_kept,
-    tensors={
-        "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
-        "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
-    },
+    tensors=TENSORS,
     result=shape,
     also={
         "queries": Operand(_whole(lambda held: held.queries)), "keys": Operand(_whole(lambda held: held.keys)),
         "values": Operand(_whole(lambda held: held.keys)), "attended": Operand(_whole(lambda held: held.queries)),
         "lse": Operand(_lse, (torch.float32,)),
     },
-    arguments={"causal": flag, "scale": number(above=0), "window": attention.window},
+    arguments=ARGUMENTS,
     forms={"unfused": Form(_unfused, "`all_to_all`, attention on each rank, `all_to_all`", agrees=symmetric_out)},
     reference=reference,
     called="ulysses_attention",

@@ -13,13 +13,20 @@ from pkt.errors import ShapeError
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..all_to_all import OPERATOR as ALL_TO_ALL
-from ..declaration import Call, Launch
+from ..declaration import Call, Launch, Operand, flag, number
 from ..gradients import Gradients, Recorded
 from ..ring_attention import exact
 from ..shared import attention
+from ..shared.checks import FLOATS
 from .groups import again, window
 from .heads import heads_of
 from .local import Local
+
+TENSORS = {
+    "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
+    "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
+}  # fmt: skip
+ARGUMENTS = {"causal": flag, "scale": number(above=0), "window": attention.window}
 
 
 def reference(

@@ -191,10 +191,10 @@ def push_chunk(task, own, inboxes, WIDTH: tl.constexpr, needs_ptr, ready_ptr, p,
 @triton.jit
 def attention_kernel(p, world):
     tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)
-    chunks = p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
+    chunks = p.B * num_pieces(p, p.CHUNK)
     if p.WAY == "fused":
         epoch = pl.epoch(p.ready_ptr, world)
-        if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
+        if tl.program_id(0) < p.num_comm_sms:
             # before overwrite: every rank's launch before has ended, and with it what reads its inbox
             pl.barrier(p.bar_ptr + tl.program_id(0), world)
         pl.lcsc(_compute, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)

@@ -1,5 +1,5 @@
-"""The kernels of the backward pass: gradients of this rank's queries, which keys and values of all ranks come to, and
-of its keys and values, which queries of all ranks come to.
+"""The kernels of the backward pass: gradients of this rank's queries, from keys and values of all ranks, and of its
+keys and values, from queries of all ranks.
 
     weights = exp(scale * q @ k.T - lse)    slopes = weights * (dout @ v.T - delta)    delta = rowsum(dout * out) - dlse
     dq = scale * slopes @ k                 dk = scale * slopes.T @ q                  dv = weights.T @ dout

@@ -12,6 +12,8 @@ unfused: pkt's all-gather of keys and values, then the same kernel without waits
 parts: the copy engines push, whole ranks at a time, and torch attends to own keys, then to each rank's as they arrive.
     A kernel merges the results. See parts.py.
 
+On one rank nothing travels: fused, copy and unfused are one kernel without waits, and parts is torch's kernel alone.
+
 H heads of queries share KV heads of keys and values, which alone travel: 2 * (size - 1) * B * S * KV * D * itemsize
 bytes leave each rank, less what nobody sees. The inboxes hold as much; in unfused those of this rank, too.
 

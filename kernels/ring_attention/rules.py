@@ -25,7 +25,7 @@ PARTED = 0.96
 FILL = 1400
 """With so many positions torch's backward pass reaches half of its rate on several ranks."""
 CAUSAL = 1000
-"""The same of the Gluon kernel's forward pass under a causal mask."""
+"""With so many positions under a causal mask the Gluon kernel of the forward pass reaches half of its rate."""
 
 
 def lacks_gluon(world: World, q: torch.Tensor) -> str:
@@ -89,8 +89,8 @@ def seconds_backward(call: Call, form: str) -> float:
 
 
 def delay(call: Call, products: int) -> float:
-    """How long the keys of one head of queries more take to come, as a share of the time of so many products of all
-    heads in a Gluon kernel."""
+    """How long the keys of one more head of queries take to come, as a share of the time in which a Gluon kernel has so
+    many products of all heads."""
     sent = 2 * (call.world.size - 1) * call["k"].numel() * call.dtype.itemsize
     heads = call["b"] * call["h"]
     return sent / H200.link / heads / (_flops(call, products) / FORWARD["gluon"])

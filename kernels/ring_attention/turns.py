@@ -15,7 +15,7 @@ from ..declaration import Call
 from .sequence import Part, View
 
 EVEN = 1.02
-"""The work of the program that has the most, of the mean, with delays, which is even enough."""
+"""Work is spread evenly enough if the busiest program has at most so much of it, divided by the mean, with delays."""
 CHOICES = 32
 """Numbers of heads that are compared."""
 TASK = 3.0
@@ -51,8 +51,8 @@ def heads_together(
     """How many heads to take at a time: `near`, whose operands stay in the L2 cache, if that spreads the work evenly;
     else the smallest multiple of `unit` that does; else the best of those compared.
 
-    costs: of the tasks of each head, in their order. delay: by what share of the time of all tasks they begin later for
-    each head that is taken together, where heads are still to come.
+    costs: of the tasks of each head, in their order. delay: how much later tasks begin for each head that is taken
+    together, while heads are still to come, as a share of the time of all tasks.
     """
     near = min(near, heads)
     choices = [near, *range(unit, heads, max(heads // unit // CHOICES, 1) * unit), heads]

@@ -80,7 +80,7 @@ def seconds_gluon(call: Call) -> float:
 
 
 def delay(call: Call) -> float:
-    """How long one head of "gluon" more takes to come, as a share of the time of attention to all heads."""
+    """How long one more head takes to come in "gluon", as a share of the time of attention to all heads."""
     held, n = heads_of(call["h"], call["g"], call.world.size), call["heads"]
     keys = max(n // held.sharing, 1)
     return _copies(call, n, keys, keys) / (call["b"] * n) / (_flops(call, held.queries) / GLUON)

@@ -33,6 +33,9 @@ UNEVEN = 8
 accesses. On 3 x H200 what makes 128 MiB of runs of 5460 bytes is gathered in 0.264 ms, and pushed in 0.374; such runs
 of 128 MiB are reduced in 0.300, and pushed in 0.378 (benchmarks/results/collectives_3.json)."""
 
+BLOCK, PROGRAMS = 4096, 8
+"""Elements that a program of `within` copies at a time, and programs for each SM."""
+
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that an engine can take in one copy, CU_DEVICE_ATTRIBUTE_MAX_PITCH."""
 
@@ -70,16 +73,20 @@ def copy_kernel(
     target_place,  # Place
     source_place,  # Place
     world,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """In the place of a copy engine in the simulator, where a copy of torch's would escape the race detector."""
-    n = planes * runs * run
-    for start in range(0, n, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        plane, row, element = i // (runs * run), i // run % runs, i % run
-        source = src_ptr + source_place.start + plane * source_place.plane + row * source_place.pitch + element
-        target = dst_ptr + target_place.start + plane * target_place.plane + row * target_place.pitch + element
-        pl.store(target, tl.load(source, mask=i < n), peer, world, mask=i < n)
+    """A box, in blocks of ROWS runs and COLUMNS elements: within a GPU, where engines do not work, and in the simulator
+    in the place of an engine, where a copy of torch's would escape the race detector."""
+    across = tl.cdiv(run, COLUMNS)
+    for block in range(tl.program_id(0), tl.cdiv(planes * runs, ROWS) * across, tl.num_programs(0)):
+        row = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        element = block % across * COLUMNS + tl.arange(0, COLUMNS)
+        plane, inside = row // runs, (row < planes * runs)[:, None] & (element < run)
+        source = src_ptr + source_place.start + plane * source_place.plane + row % runs * source_place.pitch
+        target = dst_ptr + target_place.start + plane * target_place.plane + row % runs * target_place.pitch
+        found = tl.load(source[:, None] + element, mask=inside)
+        pl.store(target[:, None] + element, found, peer, world, mask=inside)
 
 
 def turn(size: int, g: int) -> list[int]:
@@ -149,13 +156,8 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
     driver does."""
     engines = world.backend.copies
     if engines is None:
-        start = beside_launch(world, copy_kernel, (1,))
-
-        def simulate(x: torch.Tensor, stream: int | None) -> None:
-            for box in what:
-                start(target, x, *box, world.device, 1024)
-
-        return simulate
+        start = within(world, what)
+        return lambda x, stream: start(x, target)
     itemsize, to, here = target.element_size(), target.data_ptr(), world.backend.window(world.rank)
     moves = [
         (
@@ -173,6 +175,25 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
             engines.copy(to, of + start, *how, stream)
 
     return send
+
+
+def within(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """copy(x, target): each box of `x` into `target`, by a kernel on the current stream, which does not wait for the
+    world's other calls. For boxes of this rank: a copy of the driver's within a GPU is a kernel, too, and half as fast
+    as this one between tensors of different strides."""
+    steps = []
+    for box in what:
+        columns = min(triton.next_power_of_2(box.run), BLOCK)
+        rows = min(triton.next_power_of_2(box.planes * box.runs), BLOCK // columns)
+        blocks = triton.cdiv(box.planes * box.runs, rows) * triton.cdiv(box.run, columns)
+        grid = (min(blocks, world.num_sms * PROGRAMS),)
+        steps.append((beside_launch(world, copy_kernel, grid), box, rows, columns))
+
+    def copy(x: torch.Tensor, target: torch.Tensor) -> None:
+        for start, box, rows, columns in steps:
+            start(target, x, *box, world.device, rows, columns)
+
+    return copy
 
 
 def sent_to(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor, int | None], None]:
@@ -210,15 +231,16 @@ class Side:
         """What the current stream has so far, for `behind`."""
         return None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
 
+    def follow(self, here: torch.cuda.Event | None = None) -> None:
+        """What is queued on this stream from now on runs behind what the current stream has so far, or had `here`."""
+        if self.stream is not None:
+            self.stream.wait_event(here or self.here())
+
     @contextlib.contextmanager
     def behind(self, here: torch.cuda.Event | None = None) -> Iterator[int | None]:
-        """This stream's handle: what is queued there inside runs behind what the current stream has so far, or had
-        `here`."""
-        if self.stream is None:
-            yield None
-            return
-        self.stream.wait_event(here or self.here())
-        yield self.stream.cuda_stream
+        """This stream's handle, when it follows the current one, see `follow`."""
+        self.follow(here)
+        yield None if self.stream is None else self.stream.cuda_stream
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this stream is the current one."""

@@ -38,7 +38,7 @@ from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.grid import num_programs
 from ..shared.products import fitting
-from .groups import groups_of, sending, sent, window
+from .groups import groups_of, moving, sending, window
 from .heads import heads_of
 from .rules import delay
 
@@ -100,7 +100,8 @@ def planned_heads(call: Call) -> Launch:
             for name in "qkv" if group.first else "q":
                 heads, one = group.queries if name == "q" else group.keys, slice(i, i + 1)
                 place = copies.layout(size - 1, b, s, here[name], d)[distance - 1, one]
-                sends.append((name, sent(call, name, peer, heads, inboxes[name], place, one)))
+                boxes = moving(call, name, peer, heads, place, one)
+                sends.append((name, copies.sending(world, boxes, inboxes[name])))
             counter = (i * len(groups) + at) * (size - 1) + distance - 1
             sends.append(("this", copies.telling(world, peer, counters, counter)))
 

@@ -1,11 +1,12 @@
 """The form "copy": copy engines move heads group by group, and the SMs attend to each group that has arrived.
 
 A rank's stream for copies sends its peers their first groups, then their second ones, ..., and a number behind each
-group. A third stream copies the rank's own parts of all groups: copies within a GPU may need SMs, so they begin before
-attention has them all. The current stream and another one take groups in turn: a stream waits for a group's parts and
-attends to it. The last wave of a group's programs leaves SMs idle, and programs of the next group run on them. The
-stream for copies takes the group's results home meanwhile. So no SM moves what peers need. Nothing hides the exchange
-of the first group and the way home of the last one.
+group. The rank's own parts of all groups are copied by SMs, as nothing else can within a GPU, before attention has
+them all: behind the start of a group's kernel they would wait for its last wave, and the next group for them. Then the
+current stream and another one take groups in turn: a stream waits for a group's parts and attends to it. The last wave
+of a group's programs leaves SMs idle, and programs of the next group run on them. The stream for copies takes the
+group's results to peers meanwhile, and a third one puts the rank's own in place. Nothing hides the exchange of the
+first group and the way home of the last one.
 
 Ranks meet when a launch ends, and not when it begins: when all results are at home, all heads have been read. A rank's
 results of the next launch follow that launch's group of all ranks, so nobody is still at the results of this one.
@@ -75,12 +76,11 @@ def window(call: Call, name: str, shape: tuple[int, ...]) -> SymmetricTensor:
     )
 
 
-def sent(
-    call: Call, name: str, peer: int, heads: range, inbox: SymmetricTensor, place: torch.Tensor,
-    batch: slice = slice(None),
-) -> copies.Send:  # fmt: skip
+def moving(
+    call: Call, name: str, peer: int, heads: range, place: torch.Tensor, batch: slice = slice(None)
+) -> list[copies.Box]:
     """What moves this rank's positions of some heads of `peer` there, of operand `name`. place: that of all heads of
-    `peer` in its `inbox`, (batches, s, heads, d) of a `copies.layout`."""
+    `peer` in its inbox, (batches, s, heads, d) of a `copies.layout`."""
     size, n = call.world.size, place.shape[2]
     repeats = 1 if name == "q" else heads_of(call["h"], call["g"], size).repeats
     mine = copies.layout(call["b"], call["s"], size * n // repeats, call["d"])[batch]
@@ -88,7 +88,7 @@ def sent(
     for i in heads[::width]:
         target, source = place.narrow(2, i, width), mine.narrow(2, (peer * n + i) // repeats, width)
         boxes += copies.boxes(peer, target.flatten(2), source.flatten(2), call.dtype.itemsize)
-    return copies.sending(call.world, boxes, inbox)
+    return boxes
 
 
 def sending(
@@ -129,14 +129,9 @@ def copied(call: Call, local: Local) -> Launch:
     counters = world.keep((call.name, "groups", b, s, *held, d, call.dtype, call["heads"]), make)
     number, side, other, beside = counters[-1:], *(copies.Side(world, *name) for name in ((), ("groups",), ("own",)))
 
-    def moved(name: str, peer: int, heads: range) -> copies.Send:
+    def moved(name: str, peer: int, heads: range) -> list[copies.Box]:
         place = copies.layout(b, size * s, here[name], d)[:, rank * s : (rank + 1) * s]
-        return sent(call, name, peer, heads, inboxes[name], place)
-
-    def parts(peer: int, group: Group) -> list[tuple[str, copies.Send]]:
-        """What moves this rank's part of a group to `peer`, by operand."""
-        names = "qkv" if group.first else "q"
-        return [(name, moved(name, peer, group.queries if name == "q" else group.keys)) for name in names]
+        return moving(call, name, peer, heads, place)
 
     def returned(heads: range, owner: int) -> list[copies.Box]:
         """What moves the results of a group to the rank of their positions."""
@@ -144,44 +139,50 @@ def copied(call: Call, local: Local) -> Launch:
         target = copies.layout(b, s, h, d).narrow(2, rank * held.queries + heads.start, len(heads))
         return copies.boxes(owner, target.flatten(2), found.flatten(2), itemsize)
 
+    own = [(inboxes[name], copies.within(world, moved(name, rank, range(n)))) for name, n in here.items()]
     sends: list[tuple[str, copies.Send]] = []
     stages = []
-    plain = [x.plain() for x in inboxes.values()]
     for at, group in enumerate(groups):
+        heads = {"q": group.queries, "k": group.keys, "v": group.keys}
         peers = [(rank + i) % size for i in copies.turn(size, at)]
         for peer in peers:
-            sends += parts(peer, group)
+            for name in "qkv" if group.first else "q":
+                boxes = moved(name, peer, heads[name])
+                sends.append((name, copies.sending(world, boxes, inboxes[name])))
             sends.append(("this", copies.telling(world, peer, counters, at * size + rank)))
-        back = [box for owner in (*peers, rank) for box in returned(group.queries, owner)]
-        heads = (group.queries, group.keys, group.keys)
-        operands = [x.narrow(2, of.start, len(of)) for x, of in zip(plain, heads)]
+        operands = [inboxes[name].plain().narrow(2, of.start, len(of)) for name, of in heads.items()]
         attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
         wait = beside_launch(world, arrived_kernel, (1,), num_warps=1)  # or it would follow the group before
-        stages.append((parts(rank, group), wait, counters[at * size :], attend, operands, copies.sent_to(world, back)))
+        back = copies.sent_to(world, [box for owner in peers for box in returned(group.queries, owner)])
+        keep = copies.within(world, returned(group.queries, rank))
+        stages.append((wait, counters[at * size :], attend, operands, back, keep))
+    whole, first = copies.layout(b, s, h, d), rank * held.queries
+    others = whole[:, :, :first], whole[:, :, first + held.queries :]
+    fetch = copies.within(world, [box for x in others for box in copies.boxes(rank, *2 * (x.flatten(2),), itemsize)])
     meet, send = copies.meeting(world), sending(world, number.plain(), side, sends)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         send(q, k, v)
-        given, here = {"q": q, "k": k, "v": v}, []
-        with beside.behind() as stream:
-            for own, *_ in stages:
-                for name, move in own:
-                    move(given[name], stream)
-                here.append(beside.mark())  # own keys that an earlier group brought are here, too
+        for x, (inbox, place) in zip((q, k, v), own):
+            place(x, inbox)
+        other.follow()
         found = []  # kept until the copies have ended
-        for at, (_, wait, ready, attend, operands, back) in enumerate(stages):
+        for at, (wait, ready, attend, operands, back, keep) in enumerate(stages):
             with other.current() if at % 2 else contextlib.nullcontext():
-                beside.reach(here[at])  # behind which the other stream has all that it needs
                 wait(ready, number, world.device)
                 found.append(attend(*operands, cu_seqlens).contiguous())
                 with side.behind() as stream:
                     back(found[-1], out if home is None else home, stream)
-        side.reach(side.mark())  # and so both streams' groups, whose results the copies follow
+                beside.follow()
+            with beside.current():
+                keep(found[-1], out)
+        for each in (side, beside):  # and so both streams' groups, whose results the copies follow
+            each.reach(each.mark())
         meet()  # publish: all results are at home; before overwrite: all ranks have read their heads
         if home is not None:
-            out.view(home.shape).copy_(home.plain())
+            fetch(home, out)
         return out
 
     return again(call, launch)

@@ -47,15 +47,15 @@ def _copies(call: Call, *heads: int) -> float:
 
 
 def seconds_copied(call: Call, n: int) -> float:
-    """Of "copy" with groups of n heads of queries. Under a causal mask groups fill each other's last wave, whose
-    programs end one after the other, so attention of all heads takes what it takes in one launch. Without a mask they
-    were measured to take their waves one group after the other."""
+    """Of "copy" with groups of n heads of queries. Groups fill each other's last wave, so attention of all heads takes
+    what it takes in one launch. Before it come the exchange of the first group and, meanwhile, copies of own parts."""
     held = heads_of(call["h"], call["g"], call.world.size)
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there, home = _copies(call, n, keys, keys), _copies(call, n)
-    attention = _attention(call, held.queries) if call["causal"] else groups * _attention(call, n)
-    longer = max(attention, (groups - 1) * (there + home))
-    return H200.launch + there + longer + groups * STAGE + home + H200.barrier
+    row = call["b"] * call["s"] * call["d"] * call.dtype.itemsize
+    own = 2 * (held.queries + 2 * held.keys) * row / H200.memory
+    longer = max(_attention(call, held.queries), (groups - 1) * (there + home))
+    return H200.launch + max(there, own) + longer + groups * STAGE + home + H200.barrier
 
 
 def seconds_unfused(call: Call) -> float:

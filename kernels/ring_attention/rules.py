@@ -14,18 +14,14 @@ from .parts import fits
 STAGE = 10e-6
 """Seconds from the end of torch's attention to one rank's keys to the start of the next one's, and from a call to the
 first copy of keys."""
-FORWARD = {"fused": 440e12, "gluon": 625e12, "parts": 640e12}
-BACKWARD = {"fused": 260e12, "gluon": 480e12, "parts": 530e12}
+FORWARD = {"fused": 440e12, "gluon": 640e12, "parts": 620e12}
+BACKWARD = {"fused": 260e12, "gluon": 490e12, "parts": 540e12}
 """FLOP a second with D = 128 in bf16 on H200s, of long sequences (`ring_attention_owners_2.json`,
-`ring_attention_backward_gluon_1.json`)."""
-NARROW = 0.9
-"""The speed of the Gluon kernels relative to torch's with D = 64, divided by that with 128: 0.90 to 0.95 measured."""
-PARTED = 0.96
-"""The speed of torch's attention to one rank's keys after the other's, divided by that to all keys at once."""
-FILL = 1400
-"""With so many positions torch's backward pass reaches half of its rate on several ranks."""
-CAUSAL = 1000
-"""With so many positions under a causal mask the Gluon kernel of the forward pass reaches half of its rate."""
+`ring_attention_alone_1.json`)."""
+NARROW, NARROW_BACKWARD = 0.97, 0.9
+"""The speed of the Gluon kernels relative to torch's with D = 64, divided by that with 128."""
+FILL = {"fused": 190, "gluon": 190, "parts": 400}
+"""If a query sees so many keys in one kernel, in the mean, a backward pass reaches half of its rate."""
 
 
 def lacks_gluon(world: World, q: torch.Tensor) -> str:
@@ -67,21 +63,17 @@ def _forms(call: Call) -> list[str]:
 
 def seconds(call: Call, form: str) -> float:
     """Predicted time of a form of the forward pass."""
-    computed = _flops(call, 2) / _rate(call, form, FORWARD)
-    if form == "gluon" and call["causal"]:
-        computed *= 1 + CAUSAL / (call["s"] * call.world.size)
-    elif form == "parts" and call.world.size > 1:
-        computed /= PARTED
     # A part of the result is written and read by the merge.
+    computed = _flops(call, 2) / (FORWARD[form] * _narrow(call, form, NARROW))
     return computed + _between(call, form, 2 * call.dtype.itemsize)
 
 
 def seconds_backward(call: Call, form: str) -> float:
     """Predicted time of a form of the backward pass."""
-    computed, others = _flops(call, 5) / _rate(call, form, BACKWARD), call.world.size - 1
-    if others and form == "parts":
-        computed *= 1 + FILL / max(call["s"] * call.world.size, 1)
-    elif others:  # keys, values, queries and dout travel meanwhile
+    computed, others = _flops(call, 5) / (BACKWARD[form] * _narrow(call, form, NARROW_BACKWARD)), call.world.size - 1
+    keys = call["s"] * (1 if form == "parts" else call.world.size) / (2 if call["causal"] else 1)
+    computed *= 1 + FILL[form] / max(keys, 1)  # of one rank in a kernel of torch's
+    if others and form != "parts":  # keys, values, queries and dout travel meanwhile
         sent = 2 * others * (call["q"].numel() + call["k"].numel()) * call.dtype.itemsize
         computed = max(computed, sent / H200.link)
     # A part of each gradient is written, read, and added to a sum in fp32.
@@ -102,8 +94,8 @@ def _flops(call: Call, products: int) -> float:
     return 2 * products * pairs / (2 if call["causal"] else 1)
 
 
-def _rate(call: Call, form: str, rates: dict[str, float]) -> float:
-    return rates[form] * (NARROW if form == "gluon" and call["d"] < 128 else 1)
+def _narrow(call: Call, form: str, speed: float) -> float:
+    return speed if form == "gluon" and call["d"] < 128 else 1.0
 
 
 def _between(call: Call, form: str, moved: int) -> float:

@@ -302,16 +302,17 @@ def test_the_form_by_default_where_gluon_runs(monkeypatch: pytest.MonkeyPatch) -
     for causal in (False, True):
         short, long = (planned(rows, causal=causal) for rows in (3072, 49152))
         short.tensors["q"] = short.tensors["k"] = short.tensors["v"] = short["q"].expand(16, -1, -1, -1)
-        assert (rules.default(short), rules.default_backward(short)) == ("parts" if causal else "gluon", "gluon")
+        assert (rules.default(short), rules.default_backward(short)) == ("gluon", "gluon")
         assert (rules.default(long), rules.default_backward(long)) == ("gluon", "parts")
-        alone = planned(6144, size=1, causal=causal)
-        assert rules.default(alone) == rules.default_backward(alone) == "parts"
+        short, long = (planned(rows, size=1, causal=causal) for rows in (1024, 8192))
+        assert (rules.default(short), rules.default_backward(short)) == ("gluon", "gluon")
+        assert (rules.default(long), rules.default_backward(long)) == ("gluon", "parts")
     assert rules.default(planned(64)) == rules.default_backward(planned(64)) == "fused"
     assert rules.default(planned(4096, window=(9, 0), given={"chunk": 64})) == "fused"
-    narrow, wide, none = planned(8192, size=1, causal=True), planned(4096, window=(9, 0)), planned(4096)
+    narrow, wide, none = planned(1024, size=1), planned(4096, window=(9, 0)), planned(4096)
     narrow.sizes["d"] = 64
     narrow.tensors["q"] = narrow["q"][..., :64]
-    assert rules.default_backward(narrow) == "parts"
+    assert (rules.default(narrow), rules.default_backward(narrow)) == ("gluon", "parts")
     wide.tensors["q"] = torch.empty(1, 4096, 16, 256, dtype=torch.bfloat16, device="meta")
     assert rules.fits_gluon(wide) == "D 256, not 64 or 128"
     assert rules.default(wide) == rules.default_backward(wide) == "fused"

@@ -7,10 +7,10 @@
 
 A sequence of S positions is split among the ranks. "torch alone" is scaled_dot_product_attention with cuDNN of a rank's
 queries with all keys, which are there already; with a causal mask, of a rank's queries with its own keys, whose rate is
-that of the mask. TFLOP/s are those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as
-many. All variants of a case take turns (`_timing.take_turns`); a repeat's time is the greatest of the ranks. Every
-variant's result is compared with torch's first, and, where the sequence is short, the gradients with those of torch
-over all of it.
+that of the mask. "torch alone, in parts" takes as many keys at a time as a rank has, and merges nothing. TFLOP/s are
+those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as many. All variants of a case
+take turns (`_timing.take_turns`); a repeat's time is the greatest of the ranks. Every variant's result is compared with
+torch's first, and, where the sequence is short, the gradients with those of torch over all of it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,13 @@ class Case(NamedTuple):
         return self.tflop(size) * (3.5 if name.endswith(BOTH) else 1)
 
 
-SHAPES = ((16, 6144, 16, 16), (4, 24576, 16, 16), (1, 98304, 16, 16), (1, 131072, 32, 8))
-CASES = tuple(Case(*shape, 128, causal) for shape in SHAPES for causal in (False, True))
+LONGER = ((16, 6144, 16, 16), (4, 24576, 16, 16), (1, 98304, 16, 16), (1, 131072, 32, 8))
+SHAPES = ((16, 512, 32, 8), (8, 1024, 32, 8), (8, 2048, 16, 16), (8, 4096, 16, 16), *LONGER)
+CASES = tuple(
+    Case(*shape, causal)
+    for shape in (*((*shape, 128) for shape in SHAPES), (16, 4096, 16, 16, 64))
+    for causal in (False, True)
+)
 QUICK = (Case(1, 48, 2, 1, 16, False), Case(1, 48, 2, 1, 16, True))
 Run = Callable[[], torch.Tensor]
 
@@ -104,6 +109,7 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
             found[f"fused {pushing} push"] = functools.partial(call, mode="fused", num_comm_sms=pushing)
         if not case.causal:
             found[NCCL] = functools.partial(gathered, case, world, q, k, v)
+            found[f"{TORCH}, in parts"] = functools.partial(in_parts, world.size, q, k, v)
     keys, values = (x if case.causal else x.repeat(1, world.size, 1, 1) for x in (k, v))
     found[TORCH] = functools.partial(attend, q, keys, values, case.causal)
     found[f"{TORCH}, {BOTH}"] = functools.partial(
@@ -144,6 +150,11 @@ def gathered(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
         dist.all_gather_into_tensor(room, x.contiguous(), group=group)
         whole.append(room.transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:]))
     return attend(q, whole[0], whole[1], False)
+
+
+def in_parts(size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """torch's attention to the keys of so many ranks, one rank after the other; the last one's result."""
+    return [attend(q, k, v, False) for _ in range(size)][-1]
 
 
 def wanted(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -191,7 +202,7 @@ def measure(world: Any, case: Case, only: str) -> list[tuple[str, float, list[fl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default="", help="part of the names of cases")
+    parser.add_argument("--sizes", default="", help="words: only cases whose name has one of them")
     parser.add_argument("--only", default="", help="words: only variants whose name has one of them")
     parser.add_argument("--seconds", type=float, default=420.0, help="no case begins after these")
     parser.add_argument("--quick", action="store_true")
@@ -200,7 +211,7 @@ def main() -> int:
     from benchmarks.ring_attention import QUICK as small
     from benchmarks.ring_attention import measure as importable
 
-    cases = [case for case in (small if given.quick else all_cases) if given.sizes in str(case)]
+    cases = [case for case in (small if given.quick else all_cases) if any(word in str(case) for word in given.sizes.split(","))]
     device: Literal["cpu", "cuda"] = "cpu" if given.quick else "cuda"
     heap, end = "64MiB" if given.quick else "4GiB", time.monotonic() + given.seconds
     rows, wrong = [], []

@@ -33,8 +33,8 @@ UNEVEN = 8
 accesses. On 3 x H200 what makes 128 MiB of runs of 5460 bytes is gathered in 0.264 ms, and pushed in 0.374; such runs
 of 128 MiB are reduced in 0.300, and pushed in 0.378 (benchmarks/results/collectives_3.json)."""
 
-BLOCK, PROGRAMS = 4096, 8
-"""Elements that a program of `within` copies at a time, and programs for each SM."""
+BLOCK = 4096
+"""Elements that a program of `within` copies."""
 
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that an engine can take in one copy, CU_DEVICE_ATTRIBUTE_MAX_PITCH."""
@@ -76,17 +76,15 @@ def copy_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A box, in blocks of ROWS runs and COLUMNS elements: within a GPU, where engines do not work, and in the simulator
+    """ROWS runs of a box, and of these COLUMNS elements: within a GPU, where engines do not work, and in the simulator
     in the place of an engine, where a copy of torch's would escape the race detector."""
-    across = tl.cdiv(run, COLUMNS)
-    for block in range(tl.program_id(0), tl.cdiv(planes * runs, ROWS) * across, tl.num_programs(0)):
-        row = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        element = block % across * COLUMNS + tl.arange(0, COLUMNS)
-        plane, inside = row // runs, (row < planes * runs)[:, None] & (element < run)
-        source = src_ptr + source_place.start + plane * source_place.plane + row % runs * source_place.pitch
-        target = dst_ptr + target_place.start + plane * target_place.plane + row % runs * target_place.pitch
-        found = tl.load(source[:, None] + element, mask=inside)
-        pl.store(target[:, None] + element, found, peer, world, mask=inside)
+    across, block = tl.cdiv(run, COLUMNS), tl.program_id(0)
+    row = (block // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    element = block % across * COLUMNS + tl.arange(0, COLUMNS)
+    plane, inside = row // runs, (row < planes * runs)[:, None] & (element < run)
+    source = src_ptr + source_place.start + plane * source_place.plane + row % runs * source_place.pitch
+    target = dst_ptr + target_place.start + plane * target_place.plane + row % runs * target_place.pitch
+    pl.store(target[:, None] + element, tl.load(source[:, None] + element, mask=inside), peer, world, mask=inside)
 
 
 def turn(size: int, g: int) -> list[int]:
@@ -179,14 +177,13 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
 
 def within(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """copy(x, target): each box of `x` into `target`, by a kernel on the current stream, which does not wait for the
-    world's other calls. For boxes of this rank: a copy of the driver's within a GPU is a kernel, too, and half as fast
-    as this one between tensors of different strides."""
+    world's other calls. For boxes of this rank: within a GPU the driver's copies are kernels, too, and where the two
+    sides have other strides they take twice as long."""
     steps = []
     for box in what:
         columns = min(triton.next_power_of_2(box.run), BLOCK)
         rows = min(triton.next_power_of_2(box.planes * box.runs), BLOCK // columns)
-        blocks = triton.cdiv(box.planes * box.runs, rows) * triton.cdiv(box.run, columns)
-        grid = (min(blocks, world.num_sms * PROGRAMS),)
+        grid = (triton.cdiv(box.planes * box.runs, rows) * triton.cdiv(box.run, columns),)
         steps.append((beside_launch(world, copy_kernel, grid), box, rows, columns))
 
     def copy(x: torch.Tensor, target: torch.Tensor) -> None:

@@ -46,16 +46,21 @@ def _copies(call: Call, *heads: int) -> float:
     return (call.world.size - 1) * sum(n / link_rate("copy engine put", 0, n) for n in sizes)
 
 
+def _copied(call: Call, heads: int) -> float:
+    """Of copies of so many heads of this rank's positions within its GPU."""
+    return 2 * call["b"] * call["s"] * heads * call["d"] * call.dtype.itemsize / H200.memory
+
+
 def seconds_copied(call: Call, n: int) -> float:
     """Of "copy" with groups of n heads of queries. Groups fill each other's last wave, so attention of all heads takes
-    what it takes in one launch. Before it come the exchange of the first group and, meanwhile, copies of own parts."""
+    what it takes in one launch. Before it come the exchange of the first group and, meanwhile, copies of own parts;
+    behind it the way home of the last one, and copies of what peers have sent home."""
     held = heads_of(call["h"], call["g"], call.world.size)
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there, home = _copies(call, n, keys, keys), _copies(call, n)
-    row = call["b"] * call["s"] * call["d"] * call.dtype.itemsize
-    own = 2 * (held.queries + 2 * held.keys) * row / H200.memory
+    own, others = _copied(call, held.queries + 2 * held.keys), _copied(call, call["h"] - held.queries)
     longer = max(_attention(call, held.queries), (groups - 1) * (there + home))
-    return H200.launch + max(there, own) + longer + groups * STAGE + home + H200.barrier
+    return H200.launch + max(there, own) + longer + groups * STAGE + home + others + H200.barrier
 
 
 def seconds_unfused(call: Call) -> float:
@@ -75,8 +80,8 @@ def seconds_gluon(call: Call) -> float:
     groups, keys = held.queries // n, max(n // held.sharing, 1)
     there = _copies(call, n, keys, keys)
     attention = _flops(call, held.queries) / GLUON
-    home = 2 * call["q"].numel() * call.dtype.itemsize / H200.memory
-    return H200.launch + there + max(attention, (groups - 1) * there) + home + H200.barrier
+    longer = max(attention, (groups - 1) * there)
+    return H200.launch + there + longer + _copied(call, call["h"]) + H200.barrier
 
 
 def delay(call: Call) -> float:

@@ -28,6 +28,7 @@ class Case:
     exact: Callable[[], torch.Tensor]  # the result in fp32; called when it is first needed
     scaled: torch.Tensor | None  # an input in which the result is linear; multiplied between launches
     flops: float = 0.0  # on a GPU
+    more: dict[str, float] = field(default_factory=dict)  # variant -> flops, where it computes more
     unchecked: frozenset[str] = frozenset()  # variants that compute something else: a part, with no communication
     optional: frozenset[str] = frozenset()  # variants that are left out if they raise Unsupported
     skipped: dict[str, str] = field(default_factory=dict)  # variant -> why it is left out at this size

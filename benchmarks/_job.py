@@ -36,8 +36,8 @@ def job(
     exact: list[torch.Tensor] = []
     rows = []
     for name in names:
-        sent = case.fewer.get(name, case.nbytes)
-        row: dict[str, Any] = {"case": label, "variant": name, "bytes": sent, "flops": case.flops}
+        sent, flops = case.fewer.get(name, case.nbytes), case.more.get(name, case.flops)
+        row: dict[str, Any] = {"case": label, "variant": name, "bytes": sent, "flops": flops}
         if world.broadcast(time.time() > settings.end):
             row |= {"failed": "out of time", "skipped": True}
         else:

@@ -1,4 +1,4 @@
-"""Benchmark of Ulysses attention in bf16: S positions, of which every rank holds S / size of all heads.
+"""Benchmark of Ulysses attention in bf16: B sequences of S positions, of which every rank holds S / size of all heads.
 
     python -m benchmarks.ulysses_attention --ranks 2                  on GPUs; results/ulysses_attention_2.json
     python -m benchmarks.ulysses_attention --ranks 2 --only push      some variants
@@ -6,14 +6,16 @@
 
 "SDPA alone" is torch's attention over this rank's heads, whose positions are all there already, in the backend that
 torch chooses. It exchanges nothing, so its result is not checked. "NCCL + SDPA" exchanges heads with NCCL's all-to-all,
-which needs permuted copies before and behind it. Variants named "captured" are replayed. All variants of a case run in
-the same job. Further settings of "push", "copy" and "gluon" are there to be compared.
+which needs permuted copies before and behind it. Variants named "captured" are replayed; those named "forward +
+backward" also compute the gradients of q, k and v. All variants of a case run in the same job. Further settings of
+"push", "copy" and "gluon" are there to be compared.
 
 128/128 heads: of queries and of keys, 128 elements each.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +26,15 @@ import torch.nn.functional as F
 import pkt
 from benchmarks._case import Case, captured, normal
 from benchmarks._command import main
+from benchmarks.ring_attention import trained
 from pkt.kernels.ulysses_attention import ulysses_attention
 from pkt.kernels.ulysses_attention.heads import heads_of
 
 TITLE = "Ulysses attention, bf16"
-SIZES = ((128, 128, 16384), (128, 128, 65536), (64, 8, 32768))
+SIZES = (
+    (1, 128, 128, 16384, False), (1, 128, 128, 65536, False), (1, 64, 8, 32768, False), (1, 32, 8, 32768, True),
+    (1, 32, 8, 8192, True), (4, 64, 8, 4096, True),
+)  # fmt: skip
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt unfused": {"mode": "unfused"},
@@ -59,21 +65,29 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 CAPTURED = ("pkt push", "pkt copy", "pkt gluon")
 BASELINES = ("SDPA alone", "NCCL + SDPA")
+TRAINED = (*BASELINES, "pkt default", "pkt unfused")
+BOTH = "forward + backward"
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, *(f"{name}, captured" for name in CAPTURED), *PLAIN]
+    if device == "cpu":
+        return list(QUICK)
+    more = [*(f"{name}, captured" for name in CAPTURED), *(f"{name}, {BOTH}" for name in TRAINED)]
+    return [*BASELINES, *more, *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    sizes = ((4, 1, 48),) if quick else SIZES
-    return {f"{h}/{kv} heads, S = {S}": {"h": h, "kv": kv, "S": S, "D": 16 if quick else 128} for h, kv, S in sizes}
+    found = {}
+    for B, h, kv, S, causal in ((1, 4, 1, 48, False), (2, 4, 1, 48, True)) if quick else SIZES:
+        label = f"{'causal, ' if causal else ''}{h}/{kv} heads, {f'{B} x ' if B > 1 else ''}S = {S}"
+        found[label] = {"B": B, "h": h, "kv": kv, "S": S, "D": 16 if quick else 128, "causal": causal}
+    return found
 
 
-def case(world: Any, h: int, kv: int, S: int, D: int) -> Case:
+def case(world: Any, B: int, h: int, kv: int, S: int, D: int, causal: bool) -> Case:
     size, device = world.size, world.torch_device
     held, rows = heads_of(h, kv, size), S // size
-    shapes = ((1, rows, h, D), (1, rows, kv, D), (1, rows, kv, D))
+    shapes = ((B, rows, h, D), (B, rows, kv, D), (B, rows, kv, D))
 
     def of(rank: int) -> list[torch.Tensor]:
         """q, k and v of a rank; the same wherever they are made."""
@@ -85,62 +99,70 @@ def case(world: Any, h: int, kv: int, S: int, D: int) -> Case:
         out = pkt.empty(tuple(q.shape), dtype=q.dtype, world=world) if symmetric else None
         if settings.get("heads", 1) > held.queries:
             settings.pop("heads")
-        return lambda: ulysses_attention(q, k, v, out, mode=mode, world=world, **settings)  # type: ignore[arg-type]
+        settings |= {"mode": mode, "causal": causal, "world": world}
+        return lambda: ulysses_attention(q, k, v, out, **settings)
 
     def exact() -> torch.Tensor:
-        """This rank's queries and all ranks' keys, by torch, some heads at a time."""
-        keys, values = (torch.cat(xs, 1) for xs in list(zip(*map(of, range(size))))[1:])
-        shared = h // kv
-        each = [
-            _attend(q[:, :, n * shared : (n + 1) * shared], keys[:, :, n : n + 1], values[:, :, n : n + 1])
-            for n in range(kv)
-        ]
-        return torch.cat(each, 2).float()
+        """This rank's results by torch, some heads at a time, from all ranks' operands."""
+        queries, keys, values = (torch.cat(xs, 1) for xs in zip(*map(of, range(size))))
+        shared, here, each = h // kv, slice(world.rank * rows, (world.rank + 1) * rows), []
+        for n in range(kv):
+            some, one = slice(n * shared, (n + 1) * shared), slice(n, n + 1)
+            each.append(_attend(queries[:, :, some], keys[:, :, one], values[:, :, one], causal))
+        return torch.cat([x[:, here] for x in each], 2).float()
 
     runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
+    flops = 4.0 * B * held.queries * S * S * D / (1 + causal)
     if device.type == "cuda":
-        runs |= {"SDPA alone": _alone(S, held, D, device), "NCCL + SDPA": lambda: _with_nccl(q, k, v, held, size)}
+        whole = [normal((B, S, n, D), i, device) for i, n in enumerate((held.queries, held.keys, held.keys))]
+        attend = functools.partial(_attend, causal=causal)
+        with_nccl = functools.partial(_with_nccl, held=held, causal=causal, size=size)
+        runs |= {"SDPA alone": lambda: attend(*whole), "NCCL + SDPA": lambda: with_nccl(q, k, v)}
         runs |= {f"{name}, captured": captured(runs[name]) for name in CAPTURED}
+        ours = functools.partial(ulysses_attention, causal=causal, world=world)
+        calls: tuple[Callable[..., torch.Tensor], ...] = (
+            attend, with_nccl, ours, functools.partial(ours, mode="unfused"),
+        )  # fmt: skip
+        for name, call in zip(TRAINED, calls, strict=True):
+            operands = whole if call is attend else [q, k, v]
+            runs[f"{name}, {BOTH}"] = functools.partial(trained, call, *operands)
     sent = 2 * q.nbytes + (k.nbytes + v.nbytes) * held.repeats
     return Case(
         nbytes=(size - 1) / size * sent,
-        flops=4.0 * held.queries * S * S * D,
+        flops=flops,
+        more={f"{name}, {BOTH}": 3.5 * flops for name in TRAINED},
         variants=runs,
         exact=exact,
         scaled=v,
-        unchecked=frozenset({"SDPA alone"}),
+        unchecked=frozenset({"SDPA alone", f"SDPA alone, {BOTH}"}),
     )
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """torch's, of (B, S, heads, D)."""
     a, b, c = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(a, b, c, enable_gqa=a.shape[1] != b.shape[1]).transpose(1, 2)
+    shared = a.shape[1] != b.shape[1]
+    return F.scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=shared).transpose(1, 2)
 
 
-def _alone(S: int, held: Any, D: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    q, k, v = (normal((1, S, n, D), i, device) for i, n in enumerate((held.queries, held.keys, held.keys)))
-    return lambda: _attend(q, k, v)
-
-
-def _with_nccl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: Any, size: int) -> torch.Tensor:
-    """Heads by NCCL, attention, and the result by NCCL."""
-    import torch.distributed as dist
+def _with_nccl(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: Any, causal: bool, size: int
+) -> torch.Tensor:  # fmt: skip
+    """Heads by NCCL, attention, and the result by NCCL. Gradients go the same way back."""
+    from torch.distributed.nn.functional import all_to_all_single as exchange  # differentiable
 
     def there(x: torch.Tensor) -> torch.Tensor:
         if x is not q:
             x = x.repeat_interleave(held.repeats, 2)
         b, s, n, d = x.shape
         sent = x.view(b, s, size, n // size, d).permute(2, 0, 1, 3, 4).contiguous()
-        got = torch.empty_like(sent)  # (source, b, s, heads, d)
-        dist.all_to_all_single(got, sent)
+        got = exchange(torch.empty_like(sent), sent)  # (source, b, s, heads, d)
         return got.permute(1, 0, 2, 3, 4).reshape(b, size * s, n // size, d)
 
-    found = _attend(there(q), there(k), there(v))
+    found = _attend(there(q), there(k), there(v), causal)
     b, S, n, d = found.shape
     sent = found.reshape(b, size, S // size, n, d).transpose(0, 1).contiguous()
-    got = torch.empty_like(sent)  # (rank of the heads, b, s, heads, d)
-    dist.all_to_all_single(got, sent)
+    got = exchange(torch.empty_like(sent), sent)  # (rank of the heads, b, s, heads, d)
     return got.permute(1, 2, 0, 3, 4).reshape(q.shape)
 
 

@@ -242,11 +242,17 @@ def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p, job):
     d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
     out_ptr = p.out_ptr
     head = task.h
-    WIDTH: gl.constexpr = (p.H if job.heads is None else p.H * job.world.size) * p.D
+    shard = task.b
+    HEADS: gl.constexpr = p.H if job.heads is None else (p.H * job.world.size if job.heads.AWAY else p.H)
+    WIDTH: gl.constexpr = HEADS * p.D
     if job.heads is not None:
-        out_ptr = pl.peer(out_ptr, (job.rank - task.distance + job.world.size) % job.world.size, job.world)
-        head += job.rank * p.H
-    base = (gl.cast(task.b, gl.int64) * p.S + row) * WIDTH + head * p.D
+        owner = (job.rank - task.distance + job.world.size) % job.world.size
+        if job.heads.AWAY:
+            out_ptr = pl.peer(out_ptr, owner, job.world)
+            head += job.rank * p.H
+        else:
+            shard = task.b * job.world.size + owner
+    base = (gl.cast(shard, gl.int64) * p.S + row) * WIDTH + head * p.D
     places = m[:, None] * WIDTH + d[None, :]
     gl.store(out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
     if p.lse_ptr is not None:

@@ -112,9 +112,38 @@ def sending(
     return send
 
 
+Move = Callable[[torch.Tensor, torch.Tensor], None]
+"""move(x, target): copies within this GPU, of an x and a target like those that it was planned for."""
+
+
+def returning(
+    call: Call, heads: range, peers: Sequence[int]
+) -> tuple[Callable[[torch.Tensor, torch.Tensor, int | None], None], Move]:  # fmt: skip
+    """back(found, target, stream), keep(found, out): what moves results of some heads of this rank, (B, size * S,
+    heads, D), into a symmetric `target` of the peers that have their queries, in this order, and into `out` here."""
+    world, (b, s, h, g, d) = call.world, (call[letter] for letter in "bshgd")
+    first = world.rank * heads_of(h, g, world.size).queries + heads.start
+
+    def boxes(owner: int) -> list[copies.Box]:
+        found = copies.layout(b, world.size * s, len(heads), d)[:, owner * s : (owner + 1) * s]
+        target = copies.layout(b, s, h, d).narrow(2, first, len(heads))
+        return copies.boxes(owner, target.flatten(2), found.flatten(2), call.dtype.itemsize)
+
+    back = copies.sent_to(world, [box for owner in peers for box in boxes(owner)])
+    return back, copies.within(world, boxes(world.rank))
+
+
+def fetching(call: Call) -> Move:
+    """What moves results of the peers' heads that have come home into a result that is not symmetric."""
+    world, (b, s, h, g, d) = call.world, (call[letter] for letter in "bshgd")
+    whole, n = copies.layout(b, s, h, d), heads_of(h, g, world.size).queries
+    others = whole[:, :, : world.rank * n].flatten(2), whole[:, :, (world.rank + 1) * n :].flatten(2)
+    return copies.within(world, [box for x in others for box in copies.boxes(world.rank, x, x, call.dtype.itemsize)])
+
+
 def copied(call: Call, local: Local) -> Launch:
     """The plan."""
-    world, itemsize, out = call.world, call.dtype.itemsize, call["out"]
+    world, out = call.world, call["out"]
     rank, size = world.rank, world.size
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     held = heads_of(h, g, size)
@@ -133,12 +162,6 @@ def copied(call: Call, local: Local) -> Launch:
         place = copies.layout(b, size * s, here[name], d)[:, rank * s : (rank + 1) * s]
         return moving(call, name, peer, heads, place)
 
-    def returned(heads: range, owner: int) -> list[copies.Box]:
-        """What moves the results of a group to the rank of their positions."""
-        found = copies.layout(b, size * s, len(heads), d)[:, owner * s : (owner + 1) * s]
-        target = copies.layout(b, s, h, d).narrow(2, rank * held.queries + heads.start, len(heads))
-        return copies.boxes(owner, target.flatten(2), found.flatten(2), itemsize)
-
     own = [(inboxes[name], copies.within(world, moved(name, rank, range(n)))) for name, n in here.items()]
     sends: list[tuple[str, copies.Send]] = []
     stages = []
@@ -153,13 +176,8 @@ def copied(call: Call, local: Local) -> Launch:
         operands = [inboxes[name].plain().narrow(2, of.start, len(of)) for name, of in heads.items()]
         attend = local.planned(world, operands[0], operands[1], operands[2], call["cu_seqlens"])
         wait = beside_launch(world, arrived_kernel, (1,), num_warps=1)  # or it would follow the group before
-        back = copies.sent_to(world, [box for owner in peers for box in returned(group.queries, owner)])
-        keep = copies.within(world, returned(group.queries, rank))
-        stages.append((wait, counters[at * size :], attend, operands, back, keep))
-    whole, first = copies.layout(b, s, h, d), rank * held.queries
-    others = whole[:, :, :first], whole[:, :, first + held.queries :]
-    fetch = copies.within(world, [box for x in others for box in copies.boxes(rank, *2 * (x.flatten(2),), itemsize)])
-    meet, send = copies.meeting(world), sending(world, number.plain(), side, sends)
+        stages.append((wait, counters[at * size :], attend, operands, *returning(call, group.queries, peers)))
+    meet, send, fetch = copies.meeting(world), sending(world, number.plain(), side, sends), fetching(call)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None

@@ -191,7 +191,7 @@ def test_documents_in_a_ring_backward(size, zigzag, told):
 def test_ulysses(size, R, H, KV, group, told):
     """Ragged rows, and launches that come one after the other."""
     for seed in range(3):
-        options = {"B": 1 + seed % 2, "together": 1 + seed % 2, "launches": 2 + seed % 2}
+        options = {"B": 1 + seed % 2, "together": 1 + seed % 2, "launches": 2 + seed % 2, "away": seed != 1}
         run_ulysses(size, R, H, KV, 1 + seed, seed, group=group, **options, **told)
 
 
@@ -200,7 +200,9 @@ def test_ulysses(size, R, H, KV, group, told):
 def test_documents_in_ulysses(size, told):
     """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
     for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
-        run_ulysses(size, 14, 2 * size, 2, 1 + seed % 2, seed, B=1 + seed % 2, documents=documents, **told)
+        run_ulysses(
+            size, 14, 2 * size, 2, 1 + seed % 2, seed, B=1 + seed % 2, documents=documents, away=seed > 0, **told
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

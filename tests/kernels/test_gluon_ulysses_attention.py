@@ -14,6 +14,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.kernels.ring_attention import rules
 from pkt.kernels.shared import gluon_fits, tile_attention
+from pkt.kernels.ulysses_attention import rules as ulysses_rules
 from pkt.language.inspect import Pointer, compile_only, device_world
 from pkt.runtime.launch.launch import cooperative_launch
 
@@ -28,8 +29,10 @@ from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 B, R, H, KV, GROUP = 2, 1024, 8, 4, 2
 
 
-def compiled(size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool = False) -> Any:
-    """The kernel on rank 0. packed: with documents."""
+def compiled(
+    size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool = False, away: bool = True
+) -> Any:  # fmt: skip
+    """The kernel on rank 0. packed: with documents. away: as of the kernel."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     block_m, block_n = GLUON_TILES[:2]
     shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": gluon.WHOLE}
@@ -49,20 +52,21 @@ def compiled(size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, 
     q_inbox, k_inbox = rows((size - 1) * B, H, block_m // 2), rows((size - 1) * B, KV, block_n)
     return compile_only(
         gluon.gluon_heads_kernel, queries, keys, keys, q_inbox, k_inbox, k_inbox, p, 8, device_world(0, size),
-        GROUP=GROUP, REPEATS=repeats, STAGES=gluon.STAGES, num_warps=4, grid=(132,),
+        GROUP=GROUP, REPEATS=repeats, AWAY=away, STAGES=gluon.STAGES, num_warps=4, grid=(132,),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("size", "d", "dtype", "repeats", "causal", "packed"),
-    [(2, 128, torch.bfloat16, 1, False, False), (4, 128, torch.float16, 2, True, False),
-     (2, 64, torch.float16, 1, True, False), (2, 128, torch.bfloat16, 1, True, True)],
+    ("size", "d", "dtype", "repeats", "causal", "packed", "away"),
+    [(2, 128, torch.bfloat16, 1, False, False, True), (4, 128, torch.float16, 2, True, False, False),
+     (2, 64, torch.float16, 1, True, False, True), (2, 128, torch.bfloat16, 1, True, True, True),
+     (2, 128, torch.bfloat16, 1, False, False, False)],
 )  # fmt: skip
 def test_products_overlap_and_nothing_is_spilled_between_them(
-    tmp_path: Path, size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool
+    tmp_path: Path, size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool, away: bool
 ) -> None:
     """As those of ring attention, whose loops these are."""
-    kernel = compiled(size, d, dtype, repeats, causal, packed)
+    kernel = compiled(size, d, dtype, repeats, causal, packed, away)
     usage, code = resources(kernel, tmp_path), sass(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12
     assert kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
@@ -91,7 +95,7 @@ def _rows(own_ptr, inbox_ptr, distance, b, HEADS, p):
 
 @triton.jit
 def plain_heads_kernel(
-    q_ptr, k_ptr, v_ptr, q_inbox_ptr, k_inbox_ptr, v_inbox_ptr, p, world, GROUP: tl.constexpr
+    q_ptr, k_ptr, v_ptr, q_inbox_ptr, k_inbox_ptr, v_inbox_ptr, p, world, GROUP: tl.constexpr, AWAY: tl.constexpr
 ):  # fmt: skip
     """In the place of the Gluon kernel in the simulator. q, k, v: of this rank's own heads alone."""
     number = tl.load(p.ready_ptr + p.B * (p.H // GROUP) * (world.size - 1))
@@ -123,9 +127,11 @@ def plain_heads_kernel(
                 top, total, acc, q, keys, values, begin, full, unmasked, masked, end, start, low, high, p
             )
         out, _ = tile_attention.finished(top, total, acc)
-        heads = world.size * p.H
-        home = pl.peer(p.out_ptr, source, world) + ((b * p.S + at) * heads + rank * p.H + h) * p.D + d[None, :]
-        tl.store(home, out.to(p.out_ptr.dtype.element_ty), mask=inside)
+        if AWAY:
+            to = pl.peer(p.out_ptr, source, world) + ((b * p.S + at) * world.size * p.H + rank * p.H + h) * p.D
+        else:
+            to = p.out_ptr + (((b * world.size + source) * p.S + at) * p.H + h) * p.D
+        tl.store(to + d[None, :], out.to(p.out_ptr.dtype.element_ty), mask=inside)
 
 
 def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -144,7 +150,7 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             started.append(world.rank)
             held = (p.H.value, 1), (p.KV.value, options["REPEATS"]), (p.KV.value, options["REPEATS"])
             own = [of_heads(x.base, p, *one) for x, one in zip((q, k, v), held)]
-            start(*own, q_inbox.base, k_inbox.base, v_inbox.base, p, world.device, options["GROUP"])
+            start(*own, q_inbox.base, k_inbox.base, v_inbox.base, p, world.device, options["GROUP"], options["AWAY"])
 
         return launch
 
@@ -162,11 +168,13 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (4, 8, 2, None, True, {"causal": True}),  # fewer heads of keys than ranks
     ],
 )
+@pytest.mark.parametrize("long", [0.0, 1.0], ids=["in the end", "at once"])
 def test_the_plan_of_the_form(
-    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any],
+    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], long: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Copies, counters, the kernel's arguments and where results go, launched twice."""
+    """Copies, counters, the kernel's arguments and where results go, and when, launched twice."""
+    monkeypatch.setattr(ulysses_rules, "LONG", long)
     started = with_plain_kernel(monkeypatch)
     everybody = operands(8, heads, kv_heads, size, 2 if size == 3 else 1, torch.bfloat16, 64)
     check(everybody, symmetric, 2, mode="gluon", heads=group, **told)

@@ -85,9 +85,11 @@ def ulysses_attention(record: Record) -> Any:
     variants = dict(zip(ATTENTION, (DEFAULT, "NCCL + SDPA", "SDPA alone")))
     rows: dict[str, dict[str, float]] = {}
     for case, of in times(record).items():
-        heads, keys, s = map(int, re.fullmatch(r"(\d+)/(\d+) heads, S = (\d+)", case).groups())  # type: ignore[union-attr]
-        work = 4e-9 * heads * s * s * WIDE / record["ranks"]
-        label = f"S = {s:,}\n{heads} heads, {keys} of keys"
+        causal, heads, keys, b, s = re.fullmatch(  # type: ignore[union-attr]
+            r"(causal, )?(\d+)/(\d+) heads, (?:(\d+) x )?S = (\d+)", case
+        ).groups()
+        work = 4e-9 * int(b or 1) * int(heads) * int(s) ** 2 * WIDE / record["ranks"] / (2 if causal else 1)
+        label = f"{b + ' x ' if b else ''}S = {int(s):,}\n{causal or ''}{heads} heads, {keys} of keys"
         rows[label] = {name: work / of[variant] for name, variant in variants.items() if variant in of}
     foot = "Alone: of heads that are there already."
     return panels("Ulysses attention, bf16", record, {"forward": rows}, ATTENTION, foot)

@@ -15,7 +15,7 @@ import triton.language as tl
 import pkt.language as pl
 
 from ..shared.tile_attention import LN2, blocks, interval, sight
-from .kernel import arrived, num_pieces, piece, push_chunk, visit
+from .kernel import arrived, counter, num_pieces, piece, push_chunk, visit
 
 
 class Backward(NamedTuple):
@@ -60,6 +60,7 @@ class Backward(NamedTuple):
     BLOCK_D: tl.constexpr
     CHUNK: tl.constexpr
     BLOCK: tl.constexpr
+    JOINED: tl.constexpr
     STAGES: tl.constexpr  # of loops that need no mask
     PIECE: tl.constexpr  # see rows_ptr
 
@@ -263,8 +264,7 @@ def _queries_of(c, distance, b, h, first, p, world):
     lse_ptr = p.rows_ptr + at
     if world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
         if distance > 0:
-            chunks = num_pieces(p, p.CHUNK)
-            ready = p.ready_ptr + ((world.size - 2 + distance) * p.B + b) * chunks + c
+            ready = p.ready_ptr + counter(world.size - 1 + distance, b, c, p)
             pl.wait(ready, tl.load(p.number_ptr), world)
             before = (distance - 1) * tl.cast(p.B * p.H, tl.int64)
             q_ptr = p.q_inbox_ptr + before * p.S * p.D + place

@@ -12,7 +12,6 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call
 from ..shared import copies
-from . import sequence
 from .planning import CALL, Plan, needs_of
 
 
@@ -29,28 +28,29 @@ def windows(call: Call, name: str = CALL, of: tuple[str, str] = ("keys", "values
 
 
 def pushing(
-    call: Call, chunks: Sequence[sequence.Part], needs: Sequence[Sequence[bool]], inboxes: Sequence[SymmetricTensor],
+    call: Call, plan: Plan, needs: Sequence[Sequence[bool]], inboxes: Sequence[SymmetricTensor],
     counters: SymmetricTensor, side: copies.Side, first: int = 0,
-    ahead: Callable[[int, int], copies.Send] | None = None,
+    ahead: Callable[[slice, int], copies.Send] | None = None,
 ) -> Callable[..., torch.cuda.Event | None]:  # fmt: skip
     """push(x, y), on `side` behind the current stream: for each chunk that a peer needs, copy engines move its rows of
-    two tensors, and tell the peer. Returns what to `side.reach`.
+    two tensors, of `plan.joined` batches at a time, and tell the peer. Returns what to `side.reach`.
 
     needs: as of `Plan`. inboxes: as of `windows`. counters: those of the chunks come from `first` on, the number of the
-    launch comes last. ahead(i, d): what moves batch i of a third tensor, push(x, y, z), to rank + d before its chunks.
+    launch comes last. ahead(batches, d): what moves these of a third tensor, push(x, y, z), to rank + d before their
+    chunks.
     """
     world, b, s = call.world, call["b"], call["s"]
     rank, size = world.rank, world.size
     run = inboxes[0].shape[3] * inboxes[0].shape[4]
     shard, theirs = copies.layout(b, s * run), copies.layout(size - 1, b, s * run)
     sends: list[tuple[int, copies.Send]] = []
-    for i, c, d in product(range(b), range(len(chunks)), range(1, size)):
-        piece, peer, at = chunks[c], (rank + d) % size, first + ((d - 1) * b + i) * len(chunks) + c
+    for i, (c, piece), d in product(range(0, b, plan.joined), enumerate(plan.pieces), range(1, size)):
+        peer, at = (rank + d) % size, first + ((d - 1) * b + i) * len(plan.pieces) + c
         if needs[d - 1][c]:
-            here = slice(piece.row * run, (piece.row + piece.rows) * run)
-            boxes = copies.boxes(peer, theirs[d - 1, i, here], shard[i, here], call.dtype.itemsize)
+            batches, here = slice(i, i + plan.joined), slice(piece.row * run, (piece.row + piece.rows) * run)
+            boxes = copies.boxes(peer, theirs[d - 1, batches, here], shard[batches, here], call.dtype.itemsize)
             if ahead is not None and not any(needs[d - 1][:c]):
-                sends.append((2, ahead(i, d)))
+                sends.append((2, ahead(batches, d)))
             sends += enumerate(copies.sending(world, boxes, inbox) for inbox in inboxes)
             sends.append((-1, copies.telling(world, peer, counters, at)))
     this = counters[-1:].plain()
@@ -97,10 +97,11 @@ class Exchange:
         names = ("k", "v", "q", "dout", "rows")
         return {f"{name}_inbox_ptr": x for name, x in zip(names, (*self.keys, *self.queries, self.rows), strict=True)}
 
-    def numbers_to(self, batch: int, distance: int) -> copies.Send:
-        """What moves the numbers of a batch's rows to rank + distance."""
+    def numbers_to(self, batches: slice, distance: int) -> copies.Send:
+        """What moves the numbers of these batches' rows to rank + distance."""
         others, two, b, h, places = self.rows.shape
         mine, theirs = copies.layout(two, b, h * places), copies.layout(others, two, b, h * places)
         peer = (self.world.rank + distance) % self.world.size
-        boxes = copies.boxes(peer, theirs[distance - 1, :, batch], mine[:, batch], self.rows.element_size())
+        place, numbers = theirs[distance - 1, :, batches].flatten(1), mine[:, batches].flatten(1)
+        boxes = copies.boxes(peer, place, numbers, self.rows.element_size())
         return copies.sending(self.world, boxes, self.rows)

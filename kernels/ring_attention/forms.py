@@ -59,6 +59,7 @@ from .planning import (
     NUM_COMM_SMS,
     Plan,
     documents,
+    joining,
     of_heads,
     planned,
     shape_of,
@@ -186,7 +187,7 @@ def _fused(call: Call) -> Launch:
 
 
 def _copied(call: Call) -> Launch:
-    plan = planned(call)
+    plan = joining(call, planned(call))
     programs = num_programs(call.world, _tasks(call, plan))
     if call.world.size == 1:
         return _attention(call, plan, "gathered", programs)
@@ -201,7 +202,7 @@ def _copied(call: Call) -> Launch:
 def _gluon(call: Call) -> Launch:
     from .gluon import planned_attention
 
-    plan = planned(call, GLUON_TILES)
+    plan = joining(call, planned(call, GLUON_TILES))
     if call.world.size == 1:
         return planned_attention(call, plan)
     return _copying(call, plan, functools.partial(planned_attention, call, plan))
@@ -213,7 +214,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
     counters = _counters(call, plan, "copied", call["b"], call["s"], call["g"] * call["d"])
     this_launch, side = counters[-1:], copies.Side(world)
     begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    push = pushing(call, plan.pieces, plan.needs, (keys, values), counters, side)
+    push = pushing(call, plan, plan.needs, (keys, values), counters, side)
     compute = attention_to(keys, values, counters)
 
     def launch(

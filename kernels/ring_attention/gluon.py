@@ -32,7 +32,7 @@ from ..shared.products import fitting
 from ..shared.tile_attention import LN2
 from .gluon_slots import Slots, open_slots
 from .gluon_tasks import Job, turn, turns
-from .kernel import Attention, num_pieces
+from .kernel import Attention, counter, num_pieces
 from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
 from .rules import delay
 from .sequence import parts as parts_of
@@ -92,11 +92,12 @@ def arrived(block, here, task, job):
     b = task.b
     if job.world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
         if block.distance > 0:
-            b += (block.distance - 1) * job.p.B
             if job.heads is None:  # or `await_heads` has waited
                 if block.step != here:
-                    pl.wait(job.p.ready_ptr + b * num_pieces(job.p, job.p.CHUNK) + block.chunk, job.epoch, job.world)
+                    at = counter(block.distance, task.b, block.chunk, job.p)
+                    pl.wait(job.p.ready_ptr + at, job.epoch, job.world)
                     here = block.step
+            b += (block.distance - 1) * job.p.B
     return b, here
 
 

@@ -30,7 +30,7 @@ from .gluon import REGISTERS
 from .gluon_dq import rounded, seen_alone, weigh
 from .gluon_slots import clear_behind, open_slots
 from .gluon_tasks import turn, turns
-from .kernel import num_pieces, part, piece
+from .kernel import counter, num_pieces, part, piece
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
@@ -258,8 +258,8 @@ def await_queries(here, seen, down, task, job):
             chunks = num_pieces(job.p, job.p.CHUNK)
             chunk = (seen.begin + down) // job.p.CHUNK + gl.where(seen.upper, chunks // 2, 0)
             if chunk != here:
-                at = (job.world.size - 2 + seen.distance) * job.p.B + task.b
-                pl.wait(job.p.ready_ptr + at * chunks + chunk, job.number, job.world)
+                at = counter(job.world.size - 1 + seen.distance, task.b, chunk, job.p)
+                pl.wait(job.p.ready_ptr + at, job.number, job.world)
                 here = chunk
     return here
 

@@ -47,6 +47,7 @@ class Attention(NamedTuple):
     BLOCK_D: tl.constexpr
     CHUNK: tl.constexpr  # rows, a multiple of BLOCK_N
     BLOCK: tl.constexpr  # elements that a program pushes at a time
+    JOINED: tl.constexpr  # batches whose chunks come together: the first one's counter is that of all
 
 
 @triton.jit
@@ -98,6 +99,12 @@ def visit(step, rank, p, world):
 
 
 @triton.jit
+def counter(distance, b, c, p):
+    """Where in `ready_ptr` is the counter of chunk c of batch b of the rank at a distance."""
+    return ((distance - 1) * p.B + b // p.JOINED * p.JOINED) * num_pieces(p, p.CHUNK) + c
+
+
+@triton.jit
 def arrived(c, distance, b, place, p, world, epoch):
     """Keys and values from element `place` of batch b on, of the rank at a distance, when chunk c of it is here."""
     k_ptr = p.k_ptr + place
@@ -105,7 +112,7 @@ def arrived(c, distance, b, place, p, world, epoch):
     if world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
         if distance > 0:
             shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
-            pl.wait(p.ready_ptr + ((distance - 1) * p.B + b) * num_pieces(p, p.CHUNK) + c, epoch, world)
+            pl.wait(p.ready_ptr + counter(distance, b, c, p), epoch, world)
             k_ptr = p.k_inbox_ptr + (distance - 1) * shard + place
             v_ptr = p.v_inbox_ptr + (distance - 1) * shard + place
     return k_ptr, v_ptr
@@ -184,8 +191,7 @@ def push_chunk(task, own, inboxes, WIDTH: tl.constexpr, needs_ptr, ready_ptr, p,
                 pl.store(inboxes[1] + slot, y, (rank + d) % world.size, world, mask=offs < n)
     for d in tl.static_range(1, world.size):
         if tl.load(needs_ptr + (d - 1) * chunks + c) != 0:
-            counter = ready_ptr + ((d - 1) * p.B + b) * chunks + c
-            pl.signal(counter, (rank + d) % world.size, world, epoch, "set")  # publish
+            pl.signal(ready_ptr + counter(d, b, c, p), (rank + d) % world.size, world, epoch, "set")  # publish
 
 
 @triton.jit

@@ -26,6 +26,9 @@ MOST = 1 << 30
 """Elements of all heads in a chunk, which programs that push count in 32 bits."""
 GLUON_TILES = attention.Tiles(128, 128)
 GLUON_CHUNK = 2048
+JOIN = 2 << 20
+"""Bytes of which copy engines make a copy, of several batches if need be. Each copy takes 2 to 3 us more than its bytes
+do."""
 WHOLE = 1 << 30
 """Rows of a chunk where nothing is sent in chunks."""
 GLUON_ROWS = GLUON_TILES.block_m // 2
@@ -67,6 +70,7 @@ class Plan(NamedTuple):
     pieces: list[sequence.Part]  # chunks of this rank
     blocks: int  # of BLOCK_M rows that a rank's rows are cut into
     needs: list[list[bool]]  # [d - 1][c]: rank + d needs chunk c
+    joined: int = 1  # batches whose chunks come together
 
     @property
     def pushes(self) -> int:
@@ -85,6 +89,12 @@ def planned(call: Call, tiles: attention.Tiles | None = None) -> Plan:
     chunks = sequence.pieces(s, layout, rank, size, most)
     blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
     return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs_of(call, chunks, view))
+
+
+def joining(call: Call, plan: Plan) -> Plan:
+    """With the chunks of as many batches together as make copies of JOIN bytes of keys."""
+    one = min(plan.chunk, call["s"]) * call["g"] * call["d"] * call.dtype.itemsize
+    return plan._replace(joined=min(triton.cdiv(JOIN, max(one, 1)), max(call["b"], 1)))
 
 
 def needs_of(call: Call, chunks: Sequence[sequence.Part], view: View) -> list[list[bool]]:
@@ -107,7 +117,7 @@ def sizes(call: Call, plan: Plan) -> dict[str, Any]:
     constants = {
         "H": call["h"], "KV": call["g"], "D": d, "ZIGZAG": plan.zigzag, "WHOLE": d == block_d,
         "BLOCK_M": plan.tiles.block_m, "BLOCK_N": plan.tiles.block_n, "BLOCK_D": block_d, "CHUNK": plan.chunk,
-        "BLOCK": COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64,
+        "BLOCK": COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64, "JOINED": plan.joined,
     }  # fmt: skip
     run_time = {"B": call["b"], "S": call["s"], **plan.view._asdict(), "scale": scale / math.log(2)}
     return run_time | {name: tl.constexpr(value) for name, value in constants.items()}

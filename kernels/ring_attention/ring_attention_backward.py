@@ -60,6 +60,7 @@ from .planning import (
     GLUON_TILES,
     NUM_COMM_SMS,
     documents,
+    joining,
     num_places,
     of_heads,
     planned,
@@ -205,7 +206,7 @@ def _fused(call: Call) -> Launch:
 def _gluon(call: Call) -> Launch:
     from .gluon_backward import planned_gradients
 
-    world, plan = call.world, planned(call, GLUON_TILES)
+    world, plan = call.world, joining(call, planned(call, GLUON_TILES))
     b, s, h, d = (call[letter] for letter in "bshd")
     places = num_places(call, GLUON_ROWS)
     n, block_d = b * places * h, triton.next_power_of_2(d)
@@ -222,10 +223,9 @@ def _gluon(call: Call) -> Launch:
         same |= {"ready_ptr": counters, "number_ptr": number}
         begin = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
         of_keys, of_queries = exchange.needs
-        push_keys = pushed(call, plan.pieces, of_keys, exchange.keys, counters, side)
+        push_keys = pushed(call, plan, of_keys, exchange.keys, counters, side)
         push_queries = pushed(
-            call, plan.pieces, of_queries, exchange.queries, counters, side, exchange.first,
-            ahead=exchange.numbers_to,
+            call, plan, of_queries, exchange.queries, counters, side, exchange.first, ahead=exchange.numbers_to,
         )  # fmt: skip
     both = Backward(**same)
     gradients = planned_gradients(call, plan, exchange)

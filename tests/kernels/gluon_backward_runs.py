@@ -26,11 +26,11 @@ def run_ring_backward(
     size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
     chunk: int = 8, together: int = 1, stages: int = 2, length: int | None = None, documents: list[int] | None = None,
-    low: bool = False,
+    low: bool = False, joined: int = 1,
 ) -> None:  # fmt: skip
     """dq, dk and dv of each rank, with lse and delta that are any numbers. A rank's launch has two steps: dq beside the
     copies of its keys and queries, then dk and dv. Padding is NaN. low: all scores of the second query are so low that
-    a weight of the score 0 overflows."""
+    a weight of the score 0 overflows. joined: batches whose chunks come together."""
     machine = Machine(size, programs, seed)
     functions = as_python(MODULES, machine)
     if broken:
@@ -86,7 +86,7 @@ def run_ring_backward(
 
     def engine(rank: int, e: int) -> None:
         for first, turned in ((0, False), (2, True)):
-            for i, c, d in product(range(B), range(len(chunks[0])), range(1, size)):
+            for i, c, d in product(range(0, B, joined), range(len(chunks[0])), range(1, size)):
                 peer, one = (rank + d) % size, view.turned if turned else view
                 if sequence.needed(chunks[rank][c], one, S, layout, peer, size):
                     machine.copied(lambda i=i, c=c, d=d, first=first: copy(rank, e, i, c, d, first))
@@ -94,11 +94,11 @@ def run_ring_backward(
     def copy(rank: int, e: int, i: int, c: int, d: int, first: int) -> None:
         """Of keys and values, or of queries, dout and their numbers."""
         piece, peer = chunks[rank][c], (rank + d) % size
-        here = slice(piece.row, piece.row + piece.rows)
+        here, end = slice(piece.row, piece.row + piece.rows), min(i + joined, B)
         for inbox, x in zip(inboxes[first : first + 2], (k, v, q, dout)[first : first + 2]):
-            inbox[peer][(d - 1) * B + i, here] = x[rank][e][i, here]
+            inbox[peer][(d - 1) * B + i : (d - 1) * B + end, here] = x[rank][e][i:end, here]
         if first:
-            number_inboxes[peer][d - 1, :, i] = of_rows[rank][e][:, i]
+            number_inboxes[peer][d - 1, :, i:end] = of_rows[rank][e][:, i:end]
         counters[peer][(first > 0) * ready + ((d - 1) * B + i) * len(chunks[0]) + c] = e + 1
 
     def sees(rank: int, source: int) -> np.ndarray:
@@ -115,7 +115,7 @@ def run_ring_backward(
             *[None] * 4, flat(spans.numpy()) if documents else None, flat(of_rows[rank][e]), flat(dq[rank][e]),
             *map(flat, of_keys[rank][e]), *[None] * 5, Pointer(counters, rank), None,
             Pointer(counters, rank, len(counters[0]) - 1), None, None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
-            D, zigzag, True, BM, HALF, D, chunk, 0, 1, HALF,
+            D, zigzag, True, BM, HALF, D, chunk, 0, joined, 1, HALF,
         )  # fmt: skip
         mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
         keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e])]

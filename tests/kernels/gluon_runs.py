@@ -335,9 +335,10 @@ def run_ring(
     size: int, S: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, causal: bool = True, zigzag: bool = False, window: tuple[int, int] | None = None,
     chunk: int = 8, together: int = 1, stages: int = 2, length: int | None = None, documents: list[int] | None = None,
+    joined: int = 1,
 ) -> None:  # fmt: skip
     """Attention of each rank's S queries to the keys of all ranks, in tiles of BM queries and BK keys. Keys and values
-    of padding are NaN."""
+    of padding are NaN. joined: batches whose chunks come together."""
     machine, functions = ready(ring, size, programs, seed, broken)
     functions["SWIZZLED"] = D  # rows of shared memory lie as here
     rng, layout = np.random.default_rng(seed), "zigzag" if zigzag else "contiguous"
@@ -366,14 +367,14 @@ def run_ring(
         machine.until(lambda: all(c[-1] == e + 1 for c in counters))
 
         def copy(i: int, c: int, d: int) -> None:
-            piece, peer = pieces[rank][c], (rank + d) % size
+            piece, peer, end = pieces[rank][c], (rank + d) % size, min(i + joined, B)
             rows = slice(piece.row, piece.row + piece.rows)
             for inbox, x in zip(inboxes, (k, v)):
-                inbox[peer][(d - 1) * B + i, rows] = x[rank][e][i, rows]
+                inbox[peer][(d - 1) * B + i : (d - 1) * B + end, rows] = x[rank][e][i:end, rows]
             counters[peer][((d - 1) * B + i) * chunks + c] = e + 1
 
         def engine() -> None:
-            for i, c, d in product(range(B), range(chunks), range(1, size)):
+            for i, c, d in product(range(0, B, joined), range(chunks), range(1, size)):
                 if sequence.needed(pieces[rank][c], view, S, layout, (rank + d) % size, size):
                     machine.copied(lambda i=i, c=c, d=d: copy(i, c, d))
 
@@ -385,6 +386,7 @@ def run_ring(
         p = ring_kernel.Attention(
             *[None] * 3, spans, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank),
             *[None] * 3, B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,
+            joined,
         )  # fmt: skip
         keys = [Descriptor(x, 1, BK, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
         arguments = (Descriptor(q[rank][e], 1, BM // 2, D), *keys, p, together, world(rank, size, e), stages, 4)

@@ -135,6 +135,13 @@ def test_each_batch_of_a_ring_backward_is_waited_for():
         run_ring_backward(2, 8, 1, 1, 1, seed, B=3, launches=1, causal=False)
 
 
+@pytest.mark.parametrize("run", [run_ring, run_ring_backward])
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_whose_chunks_come_together(run, size):
+    for seed in range(4):
+        run(size, 13, 2, 1, 1 + seed, seed, B=3, joined=2 + seed % 2, zigzag=seed > 1, causal=seed != 3)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")

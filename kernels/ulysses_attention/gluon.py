@@ -6,8 +6,7 @@ from all peers; its consumers store each finished tile where the result belongs,
 exchange of the first group is not hidden. What a rank has already, its own positions of its own heads, is read where it
 is: a copy within a GPU may need SMs, and the kernel has all of them.
 
-In long launches results stay here until all are there, and then copy engines take them home: links that are never at
-rest slow all SMs, see `rules.LONG`.
+In long launches results stay here until all are there, and then copy engines take them home, see `rules.LONG`.
 
 All of a peer's copies run in one order, so a group of queries is behind the heads of keys that it shares with groups
 before it. Ranks meet when a launch ends, and not when it begins, see `groups`: a tile goes to a rank that has sent its

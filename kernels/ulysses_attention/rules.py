@@ -23,8 +23,9 @@ GROUPS = 8
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 LONG = 50e-3
-"""Seconds of attention from which on in "gluon" results go home in the end. While links are busy throughout, SMs at the
-limit of a GPU's power run more slowly: 65,536 positions take 6 % longer, 16,384 do not."""
+"""Seconds of attention from which on in "gluon" results go home in the end. With results on their way throughout
+attention to 65,536 positions takes 6 % longer than alone, to 16,384 no longer (`ulysses_attention_long_2.json`). One
+explanation is that links which are never at rest leave SMs less of a GPU's power. Results in the end: not measured."""
 STAGE = 10e-6
 """Seconds that a group costs in "copy"."""
 

@@ -14,7 +14,7 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.ring_attention import exact, parts, planning, rules, sequence
+from pkt.kernels.ring_attention import exact, forms, parts, planning, rules, sequence
 from pkt.kernels.ring_attention.merge import merge_kernel
 from pkt.kernels.ring_attention.parts import ROWS as ROWS_MERGED
 from pkt.kernels.ring_attention.parts import rectangle
@@ -273,6 +273,17 @@ def planned(rows: int, size: int = 2, given: dict[str, int] | None = None, **nam
     call = Call("", SimpleNamespace(size=size, torch_device="cpu"), tensors, arguments, given or {}, None)  # type: ignore[arg-type]
     call.sizes = {"b": 1, "s": rows, "h": 16, "g": 16, "d": 128}
     return call
+
+
+@pytest.mark.parametrize("joined", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunks_of_several_batches_in_one_copy(joined: int, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    everybody = operands(5, batch=3)
+    monkeypatch.setattr(planning, "JOIN", everybody[1][0][0].nbytes * joined)
+    plans: list[planning.Plan] = []
+    monkeypatch.setattr(forms, "joining", lambda *of: plans.append(planning.joining(*of)) or plans[-1])
+    check(everybody, mode="copy", tiles=(16, 16), causal=True, layout=layout, launches=2)
+    assert {plan.joined for plan in plans} == {joined}
 
 
 def test_elements_of_a_chunk_are_counted_in_32_bits() -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pkt.kernels.declaration import Call
-from pkt.kernels.ring_attention import rules
+from pkt.kernels.ring_attention import planning, rules
 from pkt.kernels.ring_attention.backward import Backward, _queries, keys_kernel
 from pkt.kernels.ring_attention.forms import OPERATOR as FORWARD
 from pkt.kernels.ring_attention.kernel import num_pieces
@@ -168,18 +168,23 @@ def layout_of(p: Backward) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "told"),
-    [(1, 70, {"causal": True}), (2, 150, {"causal": True}), (3, 130, {"window": (9, 20)}),
-     (2, 250, {"causal": True, "layout": "zigzag"}), (2, 100, {"causal": True, "length": 150})],
+    ("size", "rows", "joined", "told"),
+    [(1, 70, 1, {"causal": True}), (2, 150, 1, {"causal": True}), (3, 130, 1, {"window": (9, 20)}),
+     (2, 250, 1, {"causal": True, "layout": "zigzag"}), (2, 100, 1, {"causal": True, "length": 150}),
+     (2, 100, 2, {"causal": True, "length": 150})],
 )  # fmt: skip
-def test_the_plan_of_the_form(monkeypatch: pytest.MonkeyPatch, size: int, rows: int, told: dict[str, Any]) -> None:
-    """Copies, counters, the kernels' arguments and their order, launched twice; two batches where there is padding."""
+def test_the_plan_of_the_form(
+    monkeypatch: pytest.MonkeyPatch, size: int, rows: int, joined: int, told: dict[str, Any]
+) -> None:  # fmt: skip
+    """Copies, counters, the kernels' arguments and their order, launched twice. Three batches where there is padding,
+    whose chunks may come together."""
+    monkeypatch.setattr(planning, "JOIN", joined * rows * 64 * 2)
     started = with_plain_kernels(monkeypatch)
     monkeypatch.setattr(FORWARD, "default", lambda call: "fused")
     monkeypatch.setattr(OPERATOR, "default", lambda call: "gluon")
     generator = torch.Generator().manual_seed(rows)
     everybody = [
-        [torch.randn(1 + ("length" in told), rows, heads, 64, generator=generator) for _ in range(size)]
+        [torch.randn(3 if "length" in told else 1, rows, heads, 64, generator=generator) for _ in range(size)]
         for heads in (2, 1, 1)
     ]  # fmt: skip
     check(everybody, torch.bfloat16, launches=2, **told)

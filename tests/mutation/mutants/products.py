@@ -131,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of("kernels/ring_attention/exchange.py", "tests/kernels/test_gluon_ring_backward.py -k plan_of_the_form",
         ("numbers come behind the queries they belong to", "if ahead is not None and not any(needs[d - 1][:c]):",
          "if ahead is not None and c == len(plan.pieces) - 1 > 0:"),
-        ("all batches have the numbers of the first", "theirs[distance - 1, :, batches]", "theirs[distance - 1, :, :1]"),
+        ("all batches have the numbers of the first", "mine[:, batches].flatten(1)", "mine[:, :1].flatten(1)"),
     ),
     *of("kernels/ring_attention/exchange.py", "tests/kernels/test_ring_attention.py -k several_batches",
         ("one batch of those that are announced is sent", "slice(i, i + plan.joined), slice", "slice(i, i + 1), slice"),

@@ -50,6 +50,7 @@ class Backward(NamedTuple):
     right: Any
     length: Any
     scale: Any
+    joined: Any
     H: tl.constexpr
     KV: tl.constexpr
     D: tl.constexpr
@@ -60,7 +61,6 @@ class Backward(NamedTuple):
     BLOCK_D: tl.constexpr
     CHUNK: tl.constexpr
     BLOCK: tl.constexpr
-    JOINED: tl.constexpr
     STAGES: tl.constexpr  # of loops that need no mask
     PIECE: tl.constexpr  # see rows_ptr
 

@@ -36,6 +36,7 @@ class Attention(NamedTuple):
     length: Any  # of the sequence; what lies behind is padding
     scale: Any  # of a score, times log2(e); fp32
     num_comm_sms: Any
+    joined: Any  # batches whose chunks come together: the first one's counter is that of all
     H: tl.constexpr  # these three belong to a model, and as constants they save registers for addresses
     KV: tl.constexpr
     D: tl.constexpr
@@ -47,7 +48,6 @@ class Attention(NamedTuple):
     BLOCK_D: tl.constexpr
     CHUNK: tl.constexpr  # rows, a multiple of BLOCK_N
     BLOCK: tl.constexpr  # elements that a program pushes at a time
-    JOINED: tl.constexpr  # batches whose chunks come together: the first one's counter is that of all
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def visit(step, rank, p, world):
 @triton.jit
 def counter(distance, b, c, p):
     """Where in `ready_ptr` is the counter of chunk c of batch b of the rank at a distance."""
-    return ((distance - 1) * p.B + b // p.JOINED * p.JOINED) * num_pieces(p, p.CHUNK) + c
+    return ((distance - 1) * p.B + b // p.joined * p.joined) * num_pieces(p, p.CHUNK) + c
 
 
 @triton.jit

@@ -117,9 +117,10 @@ def sizes(call: Call, plan: Plan) -> dict[str, Any]:
     constants = {
         "H": call["h"], "KV": call["g"], "D": d, "ZIGZAG": plan.zigzag, "WHOLE": d == block_d,
         "BLOCK_M": plan.tiles.block_m, "BLOCK_N": plan.tiles.block_n, "BLOCK_D": block_d, "CHUNK": plan.chunk,
-        "BLOCK": COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64, "JOINED": plan.joined,
+        "BLOCK": COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64,
     }  # fmt: skip
     run_time = {"B": call["b"], "S": call["s"], **plan.view._asdict(), "scale": scale / math.log(2)}
+    run_time["joined"] = plan.joined
     return run_time | {name: tl.constexpr(value) for name, value in constants.items()}
 
 

@@ -114,8 +114,8 @@ def run_ring_backward(
         p = backward.Backward(
             *[None] * 4, flat(spans.numpy()) if documents else None, flat(of_rows[rank][e]), flat(dq[rank][e]),
             *map(flat, of_keys[rank][e]), *[None] * 5, Pointer(counters, rank), None,
-            Pointer(counters, rank, len(counters[0]) - 1), None, None, 0, B, S, *view, D**-0.5 / math.log(2), H, KV,
-            D, zigzag, True, BM, HALF, D, chunk, 0, joined, 1, HALF,
+            Pointer(counters, rank, len(counters[0]) - 1), None, None, 0, B, S, *view, D**-0.5 / math.log(2),
+            joined, H, KV, D, zigzag, True, BM, HALF, D, chunk, 0, 1, HALF,
         )  # fmt: skip
         mine = [Descriptor(x, 1, HALF, D) for x in (q[rank][e], dout[rank][e])]
         keys = [Descriptor(x, 1, HALF, D) for x in (k[rank][e], v[rank][e])]

@@ -385,8 +385,8 @@ def run_ring(
         spans = flat(sequence.spans(ends, torch.arange(size * S), size * S).numpy()) if documents else None
         p = ring_kernel.Attention(
             *[None] * 3, spans, flat(outs[rank][e]), flat(lses[rank][e]), *[None] * 2, Pointer(counters, rank),
-            *[None] * 3, B, S, *view, D**-0.5 / np.log(2), 0, H, KV, D, "copied", zigzag, True, BM, BK, D, chunk, 0,
-            joined,
+            *[None] * 3, B, S, *view, D**-0.5 / np.log(2), 0, joined, H, KV, D, "copied", zigzag, True, BM, BK, D,
+            chunk, 0,
         )  # fmt: skip
         keys = [Descriptor(x, 1, BK, D) for x in (k[rank][e], v[rank][e], inboxes[0][rank], inboxes[1][rank])]
         arguments = (Descriptor(q[rank][e], 1, BM // 2, D), *keys, p, together, world(rank, size, e), stages, 4)

@@ -71,7 +71,7 @@ def run_ulysses(
         out = Symmetric(homes) if away else flat(own[rank])
         p = Attention(
             *[None] * 3, spans, out, *[None] * 3, Pointer(counters, rank), *[None] * 3, B, R, *view,
-            D**-0.5 / np.log(2), 0, held.queries, held.keys, D, "copied", False, True, BM, BK, D, ulysses.WHOLE, 0, 1,
+            D**-0.5 / np.log(2), 0, 1, held.queries, held.keys, D, "copied", False, True, BM, BK, D, ulysses.WHOLE, 0,
         )  # fmt: skip
         blocks = [1, BM // 2, D], [1, BK, D], [1, BK, D]
         mine = [Descriptor(x[rank][e].reshape(B, R, -1), *block) for x, block in zip((q, k, v), blocks)]

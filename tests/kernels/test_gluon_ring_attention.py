@@ -29,10 +29,10 @@ def compiled(size: int, d: int, dtype: torch.dtype, zigzag: bool, packed: bool =
     """The kernel for causal attention on rank 0. packed: with documents."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     block_m, block_n = GLUON_TILES[:2]
-    shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": 512, "BLOCK": 64,
-             "JOINED": 2}  # fmt: skip
+    shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": 512, "BLOCK": 64}
     constants = {**shape, "WAY": "copied", "ZIGZAG": zigzag, "WHOLE": True}
-    numbers = {"B": B, "S": S, "left": 1 << 20, "right": 0, "length": size * S, "scale": 0.1, "num_comm_sms": 0}
+    numbers = {"B": B, "S": S, "left": 1 << 20, "right": 0, "length": size * S, "scale": 0.1, "num_comm_sms": 0,
+               "joined": 2}  # fmt: skip
     pointers = {"out_ptr": Pointer(name), "lse_ptr": Pointer("fp32"), "ready_ptr": Pointer("int32")}
     pointers |= {"spans_ptr": Pointer("int32")} if packed else {}
     p = Attention(**{

@@ -36,9 +36,10 @@ def compiled(
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     block_m, block_n = GLUON_TILES[:2]
     shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": gluon.WHOLE}
-    constants = {**shape, "WAY": "copied", "ZIGZAG": False, "WHOLE": True, "BLOCK": 64, "JOINED": 1}
+    constants = {**shape, "WAY": "copied", "ZIGZAG": False, "WHOLE": True, "BLOCK": 64}
     right = 0 if causal else 1 << 20
-    numbers = {"B": B, "S": R, "left": 1 << 20, "right": right, "length": size * R, "scale": 0.1, "num_comm_sms": 0}
+    numbers = {"B": B, "S": R, "left": 1 << 20, "right": right, "length": size * R, "scale": 0.1, "num_comm_sms": 0,
+               "joined": 1}  # fmt: skip
     pointers = {"out_ptr": Pointer(name), "ready_ptr": Pointer("int32")}
     pointers |= {"spans_ptr": Pointer("int32")} if packed else {}
     p = Attention(**{

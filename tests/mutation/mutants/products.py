@@ -137,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("one batch of those that are announced is sent", "slice(i, i + plan.joined), slice", "slice(i, i + 1), slice"),
     ),
     *of("kernels/ring_attention/kernel.py", "tests/kernels/test_gluon_orders.py -k whose_chunks",
-        ("batches wait for counters that nobody sets", "b // p.JOINED * p.JOINED)", "b)"),
+        ("batches wait for counters that nobody sets", "b // p.joined * p.joined)", "b)"),
     ),
     *of("kernels/ring_attention/planning.py", "tests/kernels/test_ring_attention.py -k several_batches",
         ("each batch has a copy of its own", "joined=min(triton.cdiv(JOIN, max(one, 1)),", "joined=min(1,"),

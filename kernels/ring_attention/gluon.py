@@ -37,15 +37,12 @@ from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes
 from .rules import delay
 from .sequence import parts as parts_of
 from .sequence import pieces
-from .turns import heads_together, task_costs
+from .turns import NEAR, heads_together, task_costs
 
 STAGES = 2
 """Slots for keys, and as many for values."""
 REGISTERS = gl.constexpr([240, 32])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
-NEAR = 16 << 20
-"""Bytes of keys and values, or of queries and dout, that programs work on at a time, so that they find most of them in
-the L2 cache."""
 
 
 # ------------------------------------------------------------------------------------------------------------- roles

@@ -16,14 +16,14 @@ from ..shared.grid import num_programs
 from ..shared.products import fitting
 from .backward import Backward
 from .exchange import Exchange
-from .gluon import NEAR, costs_of_queries
+from .gluon import costs_of_queries
 from .gluon_dkv import gluon_dkv_kernel
 from .gluon_dq import gluon_dq_kernel
 from .planning import GLUON_ROWS, Plan, num_places
 from .rules import delay
 from .sequence import parts as parts_of
 from .sequence import pieces
-from .turns import heads_together, task_costs
+from .turns import NEAR, heads_together, task_costs
 
 STAGES = 4
 """Slots for blocks of keys and as many for values, or of queries and of dout."""

@@ -14,6 +14,9 @@ import torch
 from ..declaration import Call
 from .sequence import Part, View
 
+NEAR = 16 << 20
+"""Bytes of keys and values, or of queries and dout, that programs work on at a time, so that they find most of them in
+the L2 cache."""
 EVEN = 1.02
 """Work is spread evenly enough if the busiest program has at most so much of it, divided by the mean, with delays."""
 CHOICES = 32

@@ -6,7 +6,7 @@ from all peers; its consumers store each finished tile where the result belongs,
 exchange of the first group is not hidden. What a rank has already, its own positions of its own heads, is read where it
 is: a copy within a GPU may need SMs, and the kernel has all of them.
 
-In long launches results stay here until all are there, and then copy engines take them home, see `rules.LONG`.
+With long sequences results stay here until all are there, and then copy engines take them home, see `rules.is_long`.
 
 All of a peer's copies run in one order, so a group of queries is behind the heads of keys that it shares with groups
 before it. Ranks meet when a launch ends, and not when it begins, see `groups`: a tile goes to a rank that has sent its
@@ -30,12 +30,12 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..ring_attention.exact import view_of
-from ..ring_attention.gluon import NEAR, REGISTERS, STAGES, attend, load, open_memory
+from ..ring_attention.gluon import REGISTERS, STAGES, attend, load, open_memory
 from ..ring_attention.gluon_tasks import Heads, Job
 from ..ring_attention.kernel import Attention
 from ..ring_attention.planning import GLUON_ROWS, GLUON_TILES, WHOLE, Plan, documents, sizes
 from ..ring_attention.sequence import parts, pieces
-from ..ring_attention.turns import heads_together, task_costs
+from ..ring_attention.turns import NEAR, heads_together, task_costs
 from ..shared import copies
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS

@@ -13,6 +13,7 @@ from pkt.model.gpu import H200, link_rate
 
 from ..declaration import Call
 from ..ring_attention.rules import lacks_gluon
+from ..ring_attention.turns import NEAR
 from .heads import heads_of, is_group
 
 ATTENTION, GLUON = 650e12, 635e12
@@ -22,10 +23,6 @@ GROUPS = 8
 """Groups of heads on each rank in "push" and "gluon", where there are so many heads."""
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
-LONG = 50e-3
-"""Seconds of attention from which on in "gluon" results go home in the end. With results on their way throughout
-attention to 65,536 positions takes 6 % longer than alone, to 16,384 no longer (`ulysses_attention_long_2.json`). One
-explanation is that links which are never at rest leave SMs less of a GPU's power. Results in the end: not measured."""
 STAGE = 10e-6
 """Seconds that a group costs in "copy"."""
 
@@ -90,8 +87,11 @@ def seconds_gluon(call: Call) -> float:
 
 
 def is_long(call: Call) -> bool:
-    """Whether results go home in the end in "gluon"."""
-    return _flops(call, heads_of(call["h"], call["g"], call.world.size).queries) / GLUON > LONG
+    """Whether in "gluon" results go home in the end: if the keys and values of a head are too many to stay in the L2
+    cache. With results on their way throughout, attention to 65,536 positions takes 6 % longer than alone, to 16,384 no
+    longer (`ulysses_attention_long_2.json`). One explanation: programs that wait for links drift apart, and read keys
+    from memory that others have read long before. Not measured with results in the end."""
+    return 2 * call.world.size * call["s"] * call["d"] * call.dtype.itemsize > NEAR
 
 
 def delay(call: Call) -> float:

@@ -169,13 +169,13 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (4, 8, 2, None, True, {"causal": True}),  # fewer heads of keys than ranks
     ],
 )
-@pytest.mark.parametrize("long", [0.0, 1.0], ids=["in the end", "at once"])
+@pytest.mark.parametrize("near", [0, 1 << 20], ids=["in the end", "at once"])
 def test_the_plan_of_the_form(
-    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], long: float,
+    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], near: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Copies, counters, the kernel's arguments and where results go, and when, launched twice."""
-    monkeypatch.setattr(ulysses_rules, "LONG", long)
+    monkeypatch.setattr(ulysses_rules, "NEAR", near)
     started = with_plain_kernel(monkeypatch)
     everybody = operands(8, heads, kv_heads, size, 2 if size == 3 else 1, torch.bfloat16, 64)
     check(everybody, symmetric, 2, mode="gluon", heads=group, **told)

@@ -102,7 +102,8 @@ def arrived(block, here, task, job):
 def await_heads(here, task, job):
     """Wait for the group of the task's head from all peers, unless it is group `here`, which has been waited for. (The
     group that is here.)"""
-    group = (task.b * job.p.H + task.h) // job.heads.GROUP
+    first = task.b // job.p.joined * job.p.joined
+    group = (first * job.p.H + task.h) // job.heads.GROUP
     if group != here:
         for d in range(job.world.size - 1):
             pl.wait(job.p.ready_ptr + group * (job.world.size - 1) + d, job.epoch, job.world)

@@ -105,8 +105,8 @@ def ulysses_attention(
     "unfused", and the backward pass finds what each rank attended with and the result (kept.py). "gluon" takes bf16 and
     fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
-    divisor or a multiple of those that share a head of keys there. By default in "push" and "gluon" as few as make 8
-    groups, in "copy" the number with the least predicted time.
+    divisor or a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in
+    "gluon" more where a copy of theirs is small, in "copy" the number with the least predicted time.
     For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. chunk: rows of a group that travel
     with one signal, by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a
     step, powers of two from 16. The same on every rank.
@@ -255,7 +255,7 @@ OPERATOR = Operator(
         "gluon": Form(
             in_one_call(_gluon), "copies as in `copy`; one kernel in specialised warps attends and stores home",
             "2 (W - 1) / W (|q| + |k'|)", agrees=symmetric_out, complete=_settled, fits=rules.fits_gluon, gpu=True,
-            settings={"heads": rules.pushed_heads},
+            settings={"heads": rules.gluon_heads},
         ),
         "unfused": Form(
             unfused, "`pkt.all_to_all` of q, k and v, attention, and `pkt.all_to_all` back",

@@ -1,10 +1,10 @@
 """The form "gluon": ring attention's kernel in specialised warps over all heads of a rank, in one launch.
 
 Copy engines push one group of heads after the other into inboxes on their ranks, as in the form "copy", and a number
-behind each group. The kernel's programs take the heads in the same order. A loader waits for the group of a task's head
-from all peers; its consumers store each finished tile where the result belongs, on the rank of its queries. So only the
-exchange of the first group is not hidden. What a rank has already, its own positions of its own heads, is read where it
-is: a copy within a GPU may need SMs, and the kernel has all of them.
+behind each group. Small groups of several batches are one copy. The kernel's programs take the heads in the same order.
+A loader waits for the group of a task's head from all peers; its consumers store each finished tile where the result
+belongs, on the rank of its queries. So only the exchange of the first group is not hidden. What a rank has already, its
+own positions of its own heads, is read where it is: a copy within a GPU may need SMs, and the kernel has all of them.
 
 With long sequences results stay here until all are there, and then copy engines take them home, see `rules.is_long`.
 
@@ -43,7 +43,7 @@ from ..shared.grid import num_programs
 from ..shared.products import fitting
 from .groups import fetching, groups_of, moving, returning, sending, window
 from .heads import heads_of
-from .rules import delay, is_long
+from .rules import delay, is_long, joined_batches
 
 
 @gluon.jit(do_not_specialize=["together"])
@@ -56,8 +56,8 @@ def gluon_heads_kernel(
     v_inbox,  # as k_inbox
     p,  # Attention, without the tensors above. S is R, the rows of a rank; H, KV: heads on a rank. out_ptr: (B, R,
     # size * H, D) on every rank if AWAY, else (B, size * R, H, D) this rank's. ready_ptr: int32 (B, H / GROUP,
-    # size - 1), this rank's; [b, g, d - 1] is the number of the last launch whose group g of rank - d is here; the
-    # number of this launch follows
+    # size - 1), this rank's; [b, g, d - 1] is the number of the last launch whose group g, of batch b and those that
+    # come with it, of rank - d is here; the number of this launch follows
     together,  # heads of all batches that programs work on at a time
     world,
     GROUP: gl.constexpr,  # heads of queries that come together
@@ -86,7 +86,7 @@ def planned_heads(call: Call) -> Launch:
     world, itemsize, out = call.world, call.dtype.itemsize, call["out"]
     rank, size = world.rank, world.size
     b, s, h, g, d = (call[letter] for letter in "bshgd")
-    held, each = heads_of(h, g, size), call["heads"]
+    held, each, joined = heads_of(h, g, size), call["heads"], joined_batches(call)
     groups = groups_of(held, each)
     here = {"q": held.queries, "k": held.keys, "v": held.keys}
     inboxes = {name: window(call, f"gluon.{name}", (size - 1, b, s, n, d)) for name, n in here.items()}
@@ -104,13 +104,13 @@ def planned_heads(call: Call) -> Launch:
     )  # fmt: skip
 
     sends: list[tuple[str, copies.Send]] = []
-    for i, (at, group) in itertools.product(range(b), enumerate(groups)):
+    for i, (at, group) in itertools.product(range(0, b, joined), enumerate(groups)):
         for distance in copies.turn(size, at):
             peer = (rank + distance) % size
             for name in "qkv" if group.first else "q":
-                heads, one = group.queries if name == "q" else group.keys, slice(i, i + 1)
-                place = copies.layout(size - 1, b, s, here[name], d)[distance - 1, one]
-                boxes = moving(call, name, peer, heads, place, one)
+                heads, batches = group.queries if name == "q" else group.keys, slice(i, i + joined)
+                place = copies.layout(size - 1, b, s, here[name], d)[distance - 1, batches]
+                boxes = moving(call, name, peer, heads, place, batches)
                 sends.append((name, copies.sending(world, boxes, inboxes[name])))
             counter = (i * len(groups) + at) * (size - 1) + distance - 1
             sends.append(("this", copies.telling(world, peer, counters, counter)))
@@ -130,7 +130,7 @@ def planned_heads(call: Call) -> Launch:
     view = view_of(s, size, call["causal"], call["window"], None)
     queries = [piece for r in range(size) for piece in pieces(s, "contiguous", r, size, GLUON_TILES.block_m)][::-1]
     programs = num_programs(world, b * held.queries * len(queries))
-    plan = Plan(view, False, GLUON_TILES, WHOLE, [], 0, [])
+    plan = Plan(view, False, GLUON_TILES, WHOLE, [], 0, [], joined)
     constants = {"H": held.queries, "KV": held.keys, "WAY": "copied"}
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "ready_ptr": counters}
     same |= {name: tl.constexpr(x) for name, x in constants.items()}

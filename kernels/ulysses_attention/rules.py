@@ -12,6 +12,7 @@ from pkt.model.cost import waves
 from pkt.model.gpu import H200, link_rate
 
 from ..declaration import Call
+from ..ring_attention.planning import JOIN
 from ..ring_attention.rules import lacks_gluon
 from ..ring_attention.turns import NEAR
 from .heads import heads_of, is_group
@@ -20,7 +21,7 @@ ATTENTION, GLUON = 650e12, 635e12
 """FLOP a second of torch's attention, and of the Gluon kernel's, with D = 128 in bf16 on one H200, where all SMs are
 busy."""
 GROUPS = 8
-"""Groups of heads on each rank in "push" and "gluon", where there are so many heads."""
+"""Groups of heads on each rank in "push" and "gluon", at most."""
 BLOCK_M = 128
 """Queries that one SM is assumed to take at a time."""
 STAGE = 10e-6
@@ -41,9 +42,9 @@ def _flops(call: Call, heads: int) -> float:
     return 4 * call["b"] * heads * S * S * call["d"] / (2 if call["causal"] else 1)
 
 
-def _copies(call: Call, *heads: int) -> float:
-    """Of the copies of so many heads of an operand each to every peer."""
-    sizes = [call["b"] * call["s"] * n * call["d"] * call.dtype.itemsize for n in heads]
+def _copies(call: Call, *heads: int, batches: int | None = None) -> float:
+    """Of the copies of so many heads of an operand each to every peer. batches: where not all."""
+    sizes = [(batches or call["b"]) * call["s"] * n * call["d"] * call.dtype.itemsize for n in heads]
     return (call.world.size - 1) * sum(n / link_rate("copy engine put", 0, n) for n in sizes)
 
 
@@ -77,9 +78,10 @@ def seconds_unfused(call: Call) -> float:
 
 def seconds_gluon(call: Call) -> float:
     """Of "gluon": the exchange of the first group, and attention or the other exchanges."""
-    held, n = heads_of(call["h"], call["g"], call.world.size), pushed_heads(call)
-    groups, keys = held.queries // n, max(n // held.sharing, 1)
-    there = _copies(call, n, keys, keys)
+    held, n = heads_of(call["h"], call["g"], call.world.size), gluon_heads(call)
+    batches, keys = _joined(call, n), max(n // held.sharing, 1)
+    groups = math.ceil(call["b"] / batches) * (held.queries // n)
+    there = _copies(call, n, keys, keys, batches=batches)
     attention = _flops(call, held.queries) / GLUON
     longer = max(attention, (groups - 1) * there)
     home = _copies(call, held.queries) if is_long(call) else 0.0
@@ -107,6 +109,29 @@ def pushed_heads(call: Call) -> int:
         return 1
     held = heads_of(call["h"], call["g"], call.world.size)
     return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and is_group(n, held))
+
+
+def gluon_heads(call: Call) -> int:
+    """As `pushed_heads`, but as many as make copies of JOIN bytes of queries, if a rank has so many."""
+    if not call["h"]:
+        return 1
+    held = heads_of(call["h"], call["g"], call.world.size)
+    fits = (n for n in range(pushed_heads(call), held.queries + 1) if is_group(n, held))
+    return next(n for n in fits if n == held.queries or _bytes(call, n) >= JOIN)
+
+
+def joined_batches(call: Call) -> int:
+    """Batches whose groups travel together in "gluon"."""
+    return _joined(call, call["heads"])
+
+
+def _joined(call: Call, n: int) -> int:
+    return max(min(math.ceil(JOIN / max(_bytes(call, n), 1)), call["b"]), 1)
+
+
+def _bytes(call: Call, n: int) -> int:
+    """Of n heads of the queries of a batch and a rank."""
+    return int(call["s"] * n * call["d"] * call.dtype.itemsize)
 
 
 def default_heads(call: Call) -> int:

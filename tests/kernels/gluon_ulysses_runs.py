@@ -25,11 +25,12 @@ def run_ulysses(
     size: int, R: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, group: int = 1, causal: bool = True, window: tuple[int, int] | None = None,
     together: int = 1, documents: list[int] | None = None, meets: bool = True, stages: int = 2,
-    away: bool = True,
+    away: bool = True, joined: int = 1,
 ) -> None:  # fmt: skip
     """Attention of size * R positions to each other, with H heads in all: tiles of BM queries and BK keys, and groups
     of `group` heads. Keys and values behind the last document are NaN. meets: whether ranks meet when a launch ends.
-    away: the kernel stores results on their ranks; else they go there when all of a rank's are there."""
+    away: the kernel stores results on their ranks; else they go there when all of a rank's are there. joined: batches
+    whose groups come together."""
     machine, functions = ready(ulysses, size, programs, seed, broken)
     functions["SWIZZLED"] = D  # rows of shared memory lie as here
     rng, held, total = np.random.default_rng(seed), heads_of(H, KV, size), size * R
@@ -55,15 +56,15 @@ def run_ulysses(
 
     def send(rank: int, e: int, i: int, at: int, d: int) -> None:
         """A group of heads to the peer at distance d."""
-        peer, heads = (rank + d) % size, groups[at]
+        peer, heads, batches = (rank + d) % size, groups[at], slice(i, i + joined)
         for name, x in (("q", q), ("k", k), ("v", v))[: 3 if heads.first else 1]:
             n, repeats = (held.queries, 1) if name == "q" else (held.keys, held.repeats)
             for j in heads.queries if name == "q" else heads.keys:
-                inboxes[name][peer][d - 1, i, :, j] = x[rank][e][i, :, (peer * n + j) // repeats]
+                inboxes[name][peer][d - 1, batches, :, j] = x[rank][e][batches, :, (peer * n + j) // repeats]
         counters[peer][(i * len(groups) + at) * (size - 1) + d - 1] = e + 1
 
     def engine(rank: int, e: int) -> None:
-        for i, at in product(range(B), range(len(groups))):
+        for i, at in product(range(0, B, joined), range(len(groups))):
             for d in turn(size, at):
                 machine.copied(lambda i=i, at=at, d=d: send(rank, e, i, at, d))
 
@@ -71,7 +72,8 @@ def run_ulysses(
         out = Symmetric(homes) if away else flat(own[rank])
         p = Attention(
             *[None] * 3, spans, out, *[None] * 3, Pointer(counters, rank), *[None] * 3, B, R, *view,
-            D**-0.5 / np.log(2), 0, 1, held.queries, held.keys, D, "copied", False, True, BM, BK, D, ulysses.WHOLE, 0,
+            D**-0.5 / np.log(2), 0, joined, held.queries, held.keys, D, "copied", False, True, BM, BK, D,
+            ulysses.WHOLE, 0,
         )  # fmt: skip
         blocks = [1, BM // 2, D], [1, BK, D], [1, BK, D]
         mine = [Descriptor(x[rank][e].reshape(B, R, -1), *block) for x, block in zip((q, k, v), blocks)]

@@ -19,7 +19,7 @@ from pkt.language.inspect import Pointer, compile_only, device_world
 from pkt.runtime.launch.launch import cooperative_launch
 
 from .machine_code import resources, sass
-from .test_ulysses_attention import check, operands
+from .test_ulysses_attention import ROWS, check, operands
 
 gluon = pytest.importorskip("pkt.kernels.ulysses_attention.gluon")
 from pkt.kernels.ring_attention.kernel import Attention  # noqa: E402
@@ -106,8 +106,9 @@ def plain_heads_kernel(
     for task in range(tl.program_id(0), p.B * p.H * world.size * tiles, tl.num_programs(0)):
         row, distance, head = task % tiles * p.BLOCK_M, task // tiles % world.size, task // tiles // world.size
         b, h, source = head // p.H, head % p.H, (rank - distance + world.size) % world.size
+        group = (b // p.joined * p.joined * p.H + h) // GROUP
         for i in range(world.size - 1):
-            pl.wait(p.ready_ptr + head // GROUP * (world.size - 1) + i, number, world)
+            pl.wait(p.ready_ptr + group * (world.size - 1) + i, number, world)
         position, rows = source * p.S + row, tl.minimum(p.S - row, p.BLOCK_M)
         low, high, least, most, all_from, all_to = tile_attention.sight(
             position, world.size * p.S, rows, position, p.left, p.right, p, p.BLOCK_M
@@ -169,15 +170,17 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (4, 8, 2, None, True, {"causal": True}),  # fewer heads of keys than ranks
     ],
 )
-@pytest.mark.parametrize("near", [0, 1 << 20], ids=["in the end", "at once"])
+@pytest.mark.parametrize(("near", "joined"), [(0, 1), (1 << 20, 2)], ids=["in the end", "at once, joined"])
 def test_the_plan_of_the_form(
     size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], near: int,
-    monkeypatch: pytest.MonkeyPatch,
+    joined: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Copies, counters, the kernel's arguments and where results go, and when, launched twice."""
+    """Copies, counters, the kernel's arguments and where results go, and when, launched twice. joined: of three batches
+    so many travel together."""
     monkeypatch.setattr(ulysses_rules, "NEAR", near)
+    monkeypatch.setattr(ulysses_rules, "JOIN", joined * ROWS * 2 * 64 * 2)
     started = with_plain_kernel(monkeypatch)
-    everybody = operands(8, heads, kv_heads, size, 2 if size == 3 else 1, torch.bfloat16, 64)
+    everybody = operands(8, heads, kv_heads, size, 3 if size == 3 else 1, torch.bfloat16, 64)
     check(everybody, symmetric, 2, mode="gluon", heads=group, **told)
     assert len(started) == 2 * size
 

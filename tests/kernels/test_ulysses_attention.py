@@ -118,6 +118,18 @@ def test_groups_by_default() -> None:
         assert rules.pushed_heads(call) == group
 
 
+def test_small_groups_and_batches_travel_together() -> None:
+    """In copies of JOIN bytes of queries."""
+    for positions, heads, batches, group, joined in (
+        (4096, 64, 4, 4, 1), (8192, 32, 1, 2, 1), (1024, 32, 1, 16, 1), (512, 32, 16, 16, 2), (512, 32, 1, 16, 1),
+        (64, 2, 3, 1, 3),
+    ):  # fmt: skip
+        call = planned(2, heads, heads // 2, positions)
+        call.sizes["b"] = batches
+        call.settings = {"heads": rules.gluon_heads(call)}
+        assert (call["heads"], rules.joined_batches(call)) == (group, joined)
+
+
 def test_forms_in_turn() -> None:
     """None pushes into memory that another has left without a meeting of the ranks."""
     everybody = [[x[:, :3] for x in xs] for xs in operands(8, 4, 2)]

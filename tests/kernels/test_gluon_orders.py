@@ -198,8 +198,8 @@ def test_documents_in_a_ring_backward(size, zigzag, told):
 def test_ulysses(size, R, H, KV, group, told):
     """Ragged rows, and launches that come one after the other."""
     for seed in range(3):
-        options = {"B": 1 + seed % 2, "together": 1 + seed % 2, "launches": 2 + seed % 2, "away": seed != 1}
-        options["joined"] = options["B"]
+        batches = {"B": 1 + seed, "joined": 1 + seed // 2}
+        options = {"together": 1 + seed % 2, "launches": 2 + seed % 2, "away": seed != 1, **batches}
         run_ulysses(size, R, H, KV, 1 + seed, seed, group=group, **options, **told)
 
 

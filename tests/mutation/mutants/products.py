@@ -78,7 +78,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of("kernels/ulysses_attention/rules.py", "tests/kernels/test_ulysses_attention.py -k travel_together",
         ("short sequences have many small copies", "or _bytes(call, n) >= JOIN)", "or True)"),
-        ("each batch has copies of its own", "max(min(math.ceil(JOIN", "min(1, math.ceil(JOIN"),
+        ("each batch has copies of its own", "    return max(min(math.ceil(JOIN", "    return 1 or max(min(math.ceil(JOIN"),
     ),
     *of("kernels/ulysses_attention/gluon.py", "tests/kernels/test_gluon_ulysses_attention.py -k plan_of_the_form",
         ("one batch of those that are announced is sent", "slice(i, i + joined)", "slice(i, i + 1)"),

@@ -6,7 +6,7 @@ A loader waits for the group of a task's head from all peers; its consumers stor
 belongs, on the rank of its queries. So only the exchange of the first group is not hidden. What a rank has already, its
 own positions of its own heads, is read where it is: a copy within a GPU may need SMs, and the kernel has all of them.
 
-With long sequences results stay here until all are there, and then copy engines take them home, see `rules.is_long`.
+Of long sequences results stay here until all are there, and then copy engines take them home, see `rules.is_long`.
 
 All of a peer's copies run in one order, so a group of queries is behind the heads of keys that it shares with groups
 before it. Ranks meet when a launch ends, and not when it begins, see `groups`: a tile goes to a rank that has sent its

@@ -89,10 +89,13 @@ def seconds_gluon(call: Call) -> float:
 
 
 def is_long(call: Call) -> bool:
-    """Whether in "gluon" results go home in the end: if the keys and values of a head are too many to stay in the L2
-    cache. With results on their way throughout, attention to 65,536 positions takes 6 % longer than alone, to 16,384 no
-    longer (`ulysses_attention_long_2.json`). One explanation: programs that wait for links drift apart, and read keys
-    from memory that others have read long before. Not measured with results in the end."""
+    """Whether in "gluon" results go home in the end: where all queries see all keys, and a head's keys and values are
+    too many to stay in the L2 cache. With results on their way throughout, attention to 65,536 positions takes 6 %
+    longer than alone, to 16,384 no longer (`ulysses_attention_long_2.json`). One explanation: programs that wait for
+    links drift apart, and read keys from memory that others have read long before. Not measured with results in the
+    end."""
+    if call["causal"] or call["window"] is not None or call["cu_seqlens"] is not None:
+        return False
     return 2 * call.world.size * call["s"] * call["d"] * call.dtype.itemsize > NEAR
 
 

@@ -170,14 +170,14 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (4, 8, 2, None, True, {"causal": True}),  # fewer heads of keys than ranks
     ],
 )
-@pytest.mark.parametrize(("near", "joined"), [(0, 1), (1 << 20, 2)], ids=["in the end", "at once, joined"])
+@pytest.mark.parametrize(("long", "joined"), [(True, 1), (False, 2)], ids=["in the end", "at once, joined"])
 def test_the_plan_of_the_form(
-    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], near: int,
+    size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], long: bool,
     joined: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Copies, counters, the kernel's arguments and where results go, and when, launched twice. joined: of three batches
     so many travel together."""
-    monkeypatch.setattr(ulysses_rules, "NEAR", near)
+    monkeypatch.setattr(gluon, "is_long", lambda call: long)
     monkeypatch.setattr(ulysses_rules, "JOIN", joined * ROWS * 2 * 64 * 2)
     started = with_plain_kernel(monkeypatch)
     everybody = operands(8, heads, kv_heads, size, 3 if size == 3 else 1, torch.bfloat16, 64)

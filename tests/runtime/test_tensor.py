@@ -241,6 +241,8 @@ def test_factories_equal_those_of_torch(ranks):
         (lambda: pkt.randint(5, 5, (3,)), ShapeError, "rank 0: randint: low and high: found (5, 5), wanted low < high"),
         (lambda: pkt.randint(5), ShapeError, "(low, high, size) or (high, size)"),
         (lambda: pkt.arange(0, 5, -1), ShapeError, "a step that leads from start to end"),
+        (lambda: pkt.zeros(3, name=5), DtypeError, "rank 0: zeros: name: found int 5, wanted a string"),
+        (lambda: pkt.signals(3, name=b"s"), DtypeError, "rank 0: signals: name: found bytes b's', wanted a string"),
         (lambda: pkt.zeros_like(5), DtypeError, "rank 0: zeros_like: x: found int 5, wanted a tensor"),
         (
             lambda: pkt.full(3, 300, dtype=torch.uint8),

@@ -258,6 +258,8 @@ def _make(
         raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(f"pkt.{call}").rank)
     world = world or current_world(f"pkt.{call}")
     heap = world.heap
+    if name is not None and not isinstance(name, str):
+        raise DtypeError.argument(call, "name", found_text(name), "a string", world.rank)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         found = found_text(dtype)
         raise DtypeError.argument(call, "dtype", found, "a torch.dtype", world.rank)

@@ -65,21 +65,20 @@ def _packed(packed: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _unfused(call: Call) -> Launch:
     whole, move, back = exchanges(call)
     packed = call["cu_seqlens"] is not None
-    attend = RING_ATTENTION.planned(
-        call.world.alone, *_packed(packed, *whole), None, call["cu_seqlens"], **_told(call)
-    )  # fmt: skip
+    given = _packed(packed, *whole, torch.empty_like(whole[0]))  # a result like the one that is kept
+    attend = RING_ATTENTION.planned(call.world.alone, *given, call["cu_seqlens"], **_told(call))
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         *kept: torch.Tensor,
     ) -> Any:  # fmt: skip
         move(q, k, v)
-        for to, x in zip(kept, whole):
+        *operands, attended, logarithms = kept
+        for to, x in zip(operands, whole, strict=True):
             to.copy_(x)
-        found = attend(*_packed(packed, *whole), None, cu_seqlens)
-        for to, x in zip(kept[3:], found):
-            to.view(x.shape).copy_(x)
-        back(kept[3], out)
+        _, lse = attend(*_packed(packed, *whole, attended), cu_seqlens)
+        logarithms.view(lse.shape).copy_(lse)
+        back(attended, out)
         return out, *kept
 
     return launch

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import pkt
 from benchmarks._case import Case, captured, normal
 from benchmarks._command import main
-from benchmarks.ring_attention import trained
+from benchmarks.ring_attention import BOTH, trained
 from pkt.kernels.ulysses_attention import ulysses_attention
 from pkt.kernels.ulysses_attention.heads import heads_of
 
@@ -65,7 +65,6 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 CAPTURED = ("pkt push", "pkt copy", "pkt gluon")
 BASELINES = ("SDPA alone", "NCCL + SDPA")
-BOTH = "forward + backward"
 TRAINED = tuple(f"{name}, {BOTH}" for name in ("SDPA", "NCCL", "pkt", "unfused"))
 
 

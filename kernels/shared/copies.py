@@ -177,8 +177,8 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
 
 def within(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """copy(x, target): each box of `x` into `target`, by a kernel on the current stream, which does not wait for the
-    world's other calls. For boxes of this rank: within a GPU the driver's copies are kernels, too, and where the two
-    sides have other strides they take twice as long."""
+    world's other calls. For boxes of this rank: within a GPU the driver's copies are kernels, too. They take twice as
+    long where the strides of the two sides differ (`copies_within_1.json`)."""
     steps = []
     for box in what:
         columns = min(triton.next_power_of_2(box.run), BLOCK)

@@ -106,7 +106,7 @@ def ulysses_attention(
     fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
     divisor or a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in
-    "gluon" more where a copy of theirs is small, in "copy" the number with the least predicted time.
+    "gluon" more where these have few bytes, in "copy" the number with the least predicted time.
     For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. chunk: rows of a group that travel
     with one signal, by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a
     step, powers of two from 16. The same on every rank.
@@ -114,7 +114,7 @@ def ulysses_attention(
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. In "copy" and "unfused" without cu_seqlens and windows this is up to torch. A row that sees no
     key is 0. Returns `out`, complete; the operands may be overwritten at once. Tensors may have any strides. It
-    has run on 2 and 4 GPUs, "gluon" on 2, but not with results that come home in the end.
+    has run on 2 and 4 GPUs, "gluon" on 2, but not with results that go home in the end.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
     of q for the result, which in "copy" and "gluon" a symmetric `out` saves. For long sequences "gluon" keeps as many

@@ -90,10 +90,9 @@ def seconds_gluon(call: Call) -> float:
 
 def is_long(call: Call) -> bool:
     """Whether in "gluon" results go home in the end: where all queries see all keys, and a head's keys and values are
-    too many to stay in the L2 cache. With results on their way throughout, attention to 65,536 positions takes 6 %
-    longer than alone, to 16,384 no longer (`ulysses_attention_long_2.json`). One explanation: programs that wait for
-    links drift apart, and read keys from memory that others have read long before. Not measured with results in the
-    end."""
+    too many to stay in the L2 cache. With results on their way throughout, attention to 65,536 positions takes 6 to 8 %
+    longer than the kernel alone (`ulysses_attention_long_2.json`). One explanation: programs that wait for links drift
+    apart, and read keys from memory that others have read long before. Results in the end are not measured."""
     if call["causal"] or call["window"] is not None or call["cu_seqlens"] is not None:
         return False
     return 2 * call.world.size * call["s"] * call["d"] * call.dtype.itemsize > NEAR
@@ -115,7 +114,7 @@ def pushed_heads(call: Call) -> int:
 
 
 def gluon_heads(call: Call) -> int:
-    """As `pushed_heads`, but as many as make copies of JOIN bytes of queries, if a rank has so many."""
+    """As `pushed_heads`, but so many that a group has JOIN bytes of queries, or all heads of the rank."""
     if not call["h"]:
         return 1
     held = heads_of(call["h"], call["g"], call.world.size)

@@ -111,6 +111,15 @@ def await_heads(here, task, job):
 
 
 @gluon.jit
+def begin_together(k, p, job):
+    """Wait until all programs are about to begin their task k, if all have one: programs that drift apart do not find
+    in the L2 cache what others have read."""
+    if p.bar_ptr is not None:
+        if (k + 1) * gl.num_programs(0) <= job.tasks():
+            pl.grid_barrier(p.bar_ptr, job.world)
+
+
+@gluon.jit
 def load(p, job, memory, own, inboxes):
     """The loader. own, inboxes: queries, keys and values of this rank, and of the others, see the kernels."""
     HALF: gl.constexpr = p.BLOCK_M // CONSUMERS
@@ -120,6 +129,7 @@ def load(p, job, memory, own, inboxes):
     for k in range(turns(job.tasks())):
         task = job.task(turn(k))
         if job.heads is not None:
+            begin_together(k, p, job)
             group = await_heads(group, task, job)
         for c in gl.static_range(CONSUMERS):
             row = task.row + c * HALF
@@ -241,17 +251,11 @@ def finish(CONSUMER: gl.constexpr, acc, top, total, task, room, p, job):
     d = gl.arange(0, p.D, layout=gl.SliceLayout(0, STORED))
     out_ptr = p.out_ptr
     head = task.h
-    shard = task.b
-    HEADS: gl.constexpr = p.H if job.heads is None else (p.H * job.world.size if job.heads.AWAY else p.H)
-    WIDTH: gl.constexpr = HEADS * p.D
+    WIDTH: gl.constexpr = (p.H if job.heads is None else p.H * job.world.size) * p.D
     if job.heads is not None:
-        owner = (job.rank - task.distance + job.world.size) % job.world.size
-        if job.heads.AWAY:
-            out_ptr = pl.peer(out_ptr, owner, job.world)
-            head += job.rank * p.H
-        else:
-            shard = task.b * job.world.size + owner
-    base = (gl.cast(shard, gl.int64) * p.S + row) * WIDTH + head * p.D
+        out_ptr = pl.peer(out_ptr, (job.rank - task.distance + job.world.size) % job.world.size, job.world)
+        head += job.rank * p.H
+    base = (gl.cast(task.b, gl.int64) * p.S + row) * WIDTH + head * p.D
     places = m[:, None] * WIDTH + d[None, :]
     gl.store(out_ptr + base + places, room.load(STORED), mask=(m < rows)[:, None])
     if p.lse_ptr is not None:

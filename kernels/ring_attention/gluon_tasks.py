@@ -64,7 +64,6 @@ class Heads:
 
     GROUP: gl.constexpr  # heads of queries that come together
     REPEATS: gl.constexpr  # heads of keys in a row that are one head of `k`
-    AWAY: gl.constexpr  # each result goes to the rank of its queries; else it stays here, (B, size * S, H, D)
 
 
 @aggregate

@@ -28,7 +28,7 @@ class Attention(NamedTuple):
     # chunk c of rank - d is here; if copied the number of this launch follows
     needs_ptr: Any  # int32 (size - 1, chunks) this rank's; [d - 1, c]: rank + d needs my chunk c
     queue_ptr: Any  # int32, this rank's
-    bar_ptr: Any  # int32 (num_comm_sms) on every rank
+    bar_ptr: Any  # int32 (num_comm_sms) on every rank, of the kernel below
     B: Any
     S: Any
     left: Any  # a query at position p sees keys from p - left

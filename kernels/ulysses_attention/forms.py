@@ -10,8 +10,7 @@ push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on the
 copy: copy engines push one group of heads after the other, two streams attend in turn to each group that has arrived,
     and copy engines take its result home meanwhile, see `groups`. All SMs compute.
 gluon: the same copies and one launch, of ring attention's kernel in specialised warps, which waits for each group of
-    heads and stores each finished tile on the rank of its positions; of long sequences copy engines take all results
-    there in the end, see `gluon`.
+    heads and stores each finished tile on the rank of its positions.
 unfused: pkt's all-to-all of q, k and v, attention on each rank, and pkt's all-to-all of the result.
 
 In "copy" and "unfused" attention is torch's. With documents or windows it would need masks and skip nothing, so there
@@ -114,11 +113,11 @@ def ulysses_attention(
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. In "copy" and "unfused" without cu_seqlens and windows this is up to torch. A row that sees no
     key is 0. Returns `out`, complete; the operands may be overwritten at once. Tensors may have any strides. It
-    has run on 2 and 4 GPUs, "gluon" on 2, but not with results that go home in the end.
+    has run on 2 and 4 GPUs, "gluon" on 2.
 
     Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
-    of q for the result, which in "copy" and "gluon" a symmetric `out` saves. For long sequences "gluon" keeps as many
-    bytes of this GPU's, too. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    of q for the result, which in "copy" and "gluon" a symmetric `out` saves. Raises ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported.
     """
     chosen = (mode, num_comm_sms, heads, chunk, tiles)
     if torch.is_grad_enabled() and required((q, k, v)) and _keeps(q, (out, *chosen)):

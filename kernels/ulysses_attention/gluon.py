@@ -6,7 +6,7 @@ A loader waits for the group of a task's head from all peers; its consumers stor
 belongs, on the rank of its queries. So only the exchange of the first group is not hidden. What a rank has already, its
 own positions of its own heads, is read where it is: a copy within a GPU may need SMs, and the kernel has all of them.
 
-Of long sequences results stay here until all are there, and then copy engines take them home, see `rules.is_long`.
+Of long sequences all programs of a rank begin their tasks together, see `rules.is_long`.
 
 All of a peer's copies run in one order, so a group of queries is behind the heads of keys that it shares with groups
 before it. Ranks meet when a launch ends, and not when it begins, see `groups`: a tile goes to a rank that has sent its
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.passing import lasts
 from pkt.runtime.memory.factories import signals
-from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
@@ -41,7 +40,7 @@ from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.grid import num_programs
 from ..shared.products import fitting
-from .groups import fetching, groups_of, moving, returning, sending, window
+from .groups import groups_of, moving, sending, window
 from .heads import heads_of
 from .rules import delay, is_long, joined_batches
 
@@ -55,21 +54,20 @@ def gluon_heads_kernel(
     k_inbox,  # ((size - 1) * B, R, KV * D), as q_inbox
     v_inbox,  # as k_inbox
     p,  # Attention, without the tensors above. S is R, the rows of a rank; H, KV: heads on a rank. out_ptr: (B, R,
-    # size * H, D) on every rank if AWAY, else (B, size * R, H, D) this rank's. ready_ptr: int32 (B, H / GROUP,
-    # size - 1), this rank's; [b, g, d - 1] is the number of the last launch whose group g, of batch b and those that
-    # come with it, of rank - d is here; the number of this launch follows
+    # size * H, D) on every rank. ready_ptr: int32 (B, H / GROUP, size - 1), this rank's; [b, g, d - 1] is the number of
+    # the last launch whose group g, of batch b and those that come with it, of rank - d is here; the number of this
+    # launch follows. bar_ptr: this rank's, where programs meet before each task; None: they do not
     together,  # heads of all batches that programs work on at a time
     world,
     GROUP: gl.constexpr,  # heads of queries that come together
     REPEATS: gl.constexpr,  # heads of keys that are one head of `k`
-    AWAY: gl.constexpr,  # results go to the ranks of their queries
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Attention of all positions of this rank's heads."""
     number = gl.load(p.ready_ptr + p.B * (p.H // GROUP) * (world.size - 1))
     memory = open_memory(q.dtype, p, STAGES)
-    job = Job(p, together, gl.cast(world.rank, gl.int32), number, world, Heads(GROUP, REPEATS, AWAY))
+    job = Job(p, together, gl.cast(world.rank, gl.int32), number, world, Heads(GROUP, REPEATS))
     gl.warp_specialize(
         [
             (attend, (0, p, job, memory)),
@@ -95,13 +93,12 @@ def planned_heads(call: Call) -> Launch:
     def make() -> SymmetricTensor:
         return signals(b * len(groups) * (size - 1) + 1, name=f"{call.name}.gluon", world=world)
 
+    def make_bar() -> SymmetricTensor:
+        return signals(1, name=f"{call.name}.gluon.bar", world=world)
+
     counters = world.keep((call.name, "gluon", b, s, *held, d, call.dtype, each), make)
-    side, away, device = copies.Side(world), not is_long(call), world.torch_device
-    whole = b, size * s, held.queries, d
-    found = None if away else world.keep(
-        (call.name, "gluon", "found", whole, call.dtype),
-        lambda: outside_pools(lambda: torch.empty(whole, dtype=call.dtype, device=device), device),
-    )  # fmt: skip
+    bar = world.keep((call.name, "gluon", "bar"), make_bar) if is_long(call) else None
+    side = copies.Side(world)
 
     sends: list[tuple[str, copies.Send]] = []
     for i, (at, group) in itertools.product(range(0, b, joined), enumerate(groups)):
@@ -133,24 +130,21 @@ def planned_heads(call: Call) -> Launch:
     plan = Plan(view, False, GLUON_TILES, WHOLE, [], 0, [], joined)
     constants = {"H": held.queries, "KV": held.keys, "WAY": "copied"}
     same = {**dict.fromkeys(Attention._fields), **sizes(call, plan), "num_comm_sms": 0, "ready_ptr": counters}
+    same["bar_ptr"] = bar
     same |= {name: tl.constexpr(x) for name, x in constants.items()}
     near = max(NEAR // (2 * size * s * d * itemsize), 1) * held.sharing
     costs = task_costs(call, queries, parts(size * s, "contiguous", 0, 1), view, GLUON_ROWS)
     together = heads_together(costs, b * held.queries, min(near, each), programs, held.sharing, delay(call))
     spans_of = documents(call)
-    told = {"GROUP": each, "REPEATS": held.repeats, "AWAY": away}
-    options = {**told, "STAGES": STAGES, "num_warps": CONSUMER_WARPS}
+    options = {"GROUP": each, "REPEATS": held.repeats, "STAGES": STAGES, "num_warps": CONSUMER_WARPS}
     start = cooperative_launch(world, gluon_heads_kernel, (programs,), **options)
     meet, send = copies.meeting(world), sending(world, counters[-1:].plain(), side, sends)
-    back, keep = returning(call, range(held.queries), [(rank + i) % size for i in range(1, size)])
-    fetch = fetching(call)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         gone = send(q, k, v)
-        at = found if found is not None else out if home is None else home
-        p = Attention(**{**same, "spans_ptr": spans_of(cu_seqlens), "out_ptr": at})
+        p = Attention(**{**same, "spans_ptr": spans_of(cu_seqlens), "out_ptr": out if home is None else home})
         try:
             for (name, one), x in zip(own.items(), (q, k, v)):
                 one.base = fitted(name, x)
@@ -158,16 +152,9 @@ def planned_heads(call: Call) -> Launch:
         finally:
             for one in own.values():
                 one.base = None
-        if found is not None:
-            with side.behind() as stream:
-                back(found, out if home is None else home, stream)
-                gone = side.mark()
-            keep(found, out)
         side.reach(gone)
         meet()  # publish: all results are at home; before overwrite: all ranks have read their heads
-        if home is not None and found is not None:
-            fetch(home, out)
-        elif home is not None:
+        if home is not None:
             out.view(home.shape).copy_(home.plain())
         return out
 

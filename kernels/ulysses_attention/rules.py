@@ -84,15 +84,13 @@ def seconds_gluon(call: Call) -> float:
     there = _copies(call, n, keys, keys, batches=batches)
     attention = _flops(call, held.queries) / GLUON
     longer = max(attention, (groups - 1) * there)
-    home = _copies(call, held.queries) if is_long(call) else 0.0
-    return H200.launch + there + longer + home + _copied(call, call["h"]) + H200.barrier
+    return H200.launch + there + longer + _copied(call, call["h"]) + H200.barrier
 
 
 def is_long(call: Call) -> bool:
-    """Whether in "gluon" results go home in the end: where all queries see all keys, and a head's keys and values are
-    too many to stay in the L2 cache. With results on their way throughout, attention to 65,536 positions takes 6 to 8 %
-    longer than the kernel alone (`ulysses_attention_long_2.json`). One explanation: programs that wait for links drift
-    apart, and read keys from memory that others have read long before. Results in the end are not measured."""
+    """Whether in "gluon" all programs of a rank begin their tasks together: where a head's keys and values are too many
+    to stay in the L2 cache, and tasks are equal, since all queries see all keys. Without it programs drift apart, and
+    attention to 65,536 positions takes 6 % longer (`ulysses_attention_together_2.json`)."""
     if call["causal"] or call["window"] is not None or call["cu_seqlens"] is not None:
         return False
     return 2 * call.world.size * call["s"] * call["d"] * call.dtype.itemsize > NEAR

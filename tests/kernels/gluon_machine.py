@@ -415,6 +415,7 @@ class Machine:
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
             peer=lambda p, rank, world: p.of(rank),
             signal=self._signal,
+            grid_barrier=self._grid_barrier,
             epoch=self._epoch,
         )
         sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
@@ -442,6 +443,13 @@ class Machine:
     def _signal(self, p: Pointer, peer: int, world: Any, value: int, op: str) -> None:
         assert op == "set"
         p.counters[peer][p.offset] = value
+
+    def _grid_barrier(self, p: Pointer, world: Any) -> None:
+        """Counts arrivals, from no launch to the last."""
+        counters = p.counters[p.rank]
+        complete = (counters[p.offset] // self.programs + 1) * self.programs
+        counters[p.offset] += 1
+        self.until(lambda: counters[p.offset] >= complete)
 
     def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:
         assert scope == "sys"

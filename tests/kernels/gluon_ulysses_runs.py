@@ -25,12 +25,11 @@ def run_ulysses(
     size: int, R: int, H: int, KV: int, programs: int, seed: int, launches: int = 2, broken: Broken | None = None,
     B: int = 1, D: int = 4, group: int = 1, causal: bool = True, window: tuple[int, int] | None = None,
     together: int = 1, documents: list[int] | None = None, meets: bool = True, stages: int = 2,
-    away: bool = True, joined: int = 1,
+    meeting: bool = False, joined: int = 1,
 ) -> None:  # fmt: skip
     """Attention of size * R positions to each other, with H heads in all: tiles of BM queries and BK keys, and groups
     of `group` heads. Keys and values behind the last document are NaN. meets: whether ranks meet when a launch ends.
-    away: the kernel stores results on their ranks; else they go there when all of a rank's are there. joined: batches
-    whose groups come together."""
+    meeting: programs meet before each task that all of them have. joined: batches whose groups come together."""
     machine, functions = ready(ulysses, size, programs, seed, broken)
     functions["SWIZZLED"] = D  # rows of shared memory lie as here
     rng, held, total = np.random.default_rng(seed), heads_of(H, KV, size), size * R
@@ -48,7 +47,7 @@ def run_ulysses(
     }
     counters = [np.zeros(B * len(groups) * (size - 1) + 1, np.int64) for _ in range(size)]
     homes = [poison(B, R, H, D) for _ in range(size)]
-    own = [poison(B, size, R, held.queries, D) for _ in range(size)]
+    bars = [np.zeros(1, np.int64) for _ in range(size)]
     outs = [[poison(B, R, H, D) for _ in range(launches)] for _ in range(size)]
     met = [0] * size
     ends = documents and torch.tensor(documents, dtype=torch.int32)
@@ -69,9 +68,9 @@ def run_ulysses(
                 machine.copied(lambda i=i, at=at, d=d: send(rank, e, i, at, d))
 
     def attention(rank: int, e: int) -> Callable[[int], None]:
-        out = Symmetric(homes) if away else flat(own[rank])
+        bar = Pointer(bars, rank) if meeting else None
         p = Attention(
-            *[None] * 3, spans, out, *[None] * 3, Pointer(counters, rank), *[None] * 3, B, R, *view,
+            *[None] * 3, spans, Symmetric(homes), *[None] * 3, Pointer(counters, rank), *[None] * 2, bar, B, R, *view,
             D**-0.5 / np.log(2), 0, joined, held.queries, held.keys, D, "copied", False, True, BM, BK, D,
             ulysses.WHOLE, 0,
         )  # fmt: skip
@@ -80,7 +79,7 @@ def run_ulysses(
         theirs = [
             Descriptor(x[rank].reshape((size - 1) * B, R, -1), *block) for x, block in zip(inboxes.values(), blocks)
         ]
-        arguments = (*mine, *theirs, p, together, world(rank, size, e), group, held.repeats, away, stages, 4)
+        arguments = (*mine, *theirs, p, together, world(rank, size, e), group, held.repeats, stages, 4)
 
         def body(program: int) -> None:
             if program == 0:
@@ -91,15 +90,8 @@ def run_ulysses(
 
         return body
 
-    def back(rank: int, owner: int) -> None:
-        heads = slice(rank * held.queries, (rank + 1) * held.queries)
-        homes[owner][:, :, heads] = own[rank][:, owner]
-
     def meet(rank: int, e: int, program: int) -> None:
         if program == 0:
-            for owner in [] if away else range(size):
-                machine.pause()
-                back(rank, owner)
             met[rank] += 1
             machine.until(lambda: not meets or min(met) >= e + 1)
 
@@ -112,6 +104,8 @@ def run_ulysses(
         return [attention(rank, e), lambda program: meet(rank, e, program), lambda program: take(rank, e, program)]
 
     machine.run([[step for e in range(launches) for step in steps(rank, e)] for rank in range(size)])
+    tasks = B * held.queries * size * -(-R // BM)
+    assert all(bar == meeting * launches * (tasks // programs) * programs for bar in bars)
     at = np.arange(total)
     distance = at[None] - at[:, None]
     apart = (distance < -view.left) | (distance > view.right)

@@ -199,8 +199,15 @@ def test_ulysses(size, R, H, KV, group, told):
     """Ragged rows, and launches that come one after the other."""
     for seed in range(3):
         batches = {"B": 1 + seed, "joined": 1 + seed // 2}
-        options = {"together": 1 + seed % 2, "launches": 2 + seed % 2, "away": seed != 1, **batches}
+        options = {"together": 1 + seed % 2, "launches": 2 + seed % 2, **batches}
         run_ulysses(size, R, H, KV, 1 + seed, seed, group=group, **options, **told)
+
+
+@pytest.mark.parametrize("programs", [2, 5, 7, 99])
+def test_programs_of_ulysses_that_begin_their_tasks_together(programs):
+    """As many tasks for each, one more for some, and none for some."""
+    for seed in range(3):
+        run_ulysses(2, 13, 8, 2, programs, seed, causal=False, meeting=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -208,9 +215,7 @@ def test_ulysses(size, R, H, KV, group, told):
 def test_documents_in_ulysses(size, told):
     """Short and empty ones, one over all ranks, and rows before the first and behind the last."""
     for seed, documents in enumerate(([0, size * 14], [3, 4, 4, 9, 12, size * 14 - 1], [0, 11], [5, 5], [13])):
-        run_ulysses(
-            size, 14, 2 * size, 2, 1 + seed % 2, seed, B=1 + seed % 2, documents=documents, away=seed > 0, **told
-        )
+        run_ulysses(size, 14, 2 * size, 2, 1 + seed % 2, seed, B=1 + seed % 2, documents=documents, **told)
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

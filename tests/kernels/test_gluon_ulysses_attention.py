@@ -30,9 +30,9 @@ B, R, H, KV, GROUP = 2, 1024, 8, 4, 2
 
 
 def compiled(
-    size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool = False, away: bool = True
+    size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool = False, meeting: bool = False
 ) -> Any:  # fmt: skip
-    """The kernel on rank 0. packed: with documents. away: as of the kernel."""
+    """The kernel on rank 0. packed: with documents. meeting: programs meet before each task."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     block_m, block_n = GLUON_TILES[:2]
     shape = {"H": H, "KV": KV, "D": d, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": d, "CHUNK": gluon.WHOLE}
@@ -41,7 +41,7 @@ def compiled(
     numbers = {"B": B, "S": R, "left": 1 << 20, "right": right, "length": size * R, "scale": 0.1, "num_comm_sms": 0,
                "joined": 1}  # fmt: skip
     pointers = {"out_ptr": Pointer(name), "ready_ptr": Pointer("int32")}
-    pointers |= {"spans_ptr": Pointer("int32")} if packed else {}
+    pointers |= {name: Pointer("int32") for name, told in (("spans_ptr", packed), ("bar_ptr", meeting)) if told}
     p = Attention(**{
         **dict.fromkeys(Attention._fields), **pointers, **numbers, **{n: tl.constexpr(x) for n, x in constants.items()},
     })  # fmt: skip
@@ -53,21 +53,21 @@ def compiled(
     q_inbox, k_inbox = rows((size - 1) * B, H, block_m // 2), rows((size - 1) * B, KV, block_n)
     return compile_only(
         gluon.gluon_heads_kernel, queries, keys, keys, q_inbox, k_inbox, k_inbox, p, 8, device_world(0, size),
-        GROUP=GROUP, REPEATS=repeats, AWAY=away, STAGES=gluon.STAGES, num_warps=4, grid=(132,),
+        GROUP=GROUP, REPEATS=repeats, STAGES=gluon.STAGES, num_warps=4, grid=(132,),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("size", "d", "dtype", "repeats", "causal", "packed", "away"),
+    ("size", "d", "dtype", "repeats", "causal", "packed", "meeting"),
     [(2, 128, torch.bfloat16, 1, False, False, True), (4, 128, torch.float16, 2, True, False, False),
-     (2, 64, torch.float16, 1, True, False, True), (2, 128, torch.bfloat16, 1, True, True, True),
+     (2, 64, torch.float16, 1, True, False, False), (2, 128, torch.bfloat16, 1, True, True, False),
      (2, 128, torch.bfloat16, 1, False, False, False)],
 )  # fmt: skip
 def test_products_overlap_and_nothing_is_spilled_between_them(
-    tmp_path: Path, size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool, away: bool
+    tmp_path: Path, size: int, d: int, dtype: torch.dtype, repeats: int, causal: bool, packed: bool, meeting: bool
 ) -> None:
     """As those of ring attention, whose loops these are."""
-    kernel = compiled(size, d, dtype, repeats, causal, packed, away)
+    kernel = compiled(size, d, dtype, repeats, causal, packed, meeting)
     usage, code = resources(kernel, tmp_path), sass(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12
     assert kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
@@ -96,14 +96,18 @@ def _rows(own_ptr, inbox_ptr, distance, b, HEADS, p):
 
 @triton.jit
 def plain_heads_kernel(
-    q_ptr, k_ptr, v_ptr, q_inbox_ptr, k_inbox_ptr, v_inbox_ptr, p, world, GROUP: tl.constexpr, AWAY: tl.constexpr
+    q_ptr, k_ptr, v_ptr, q_inbox_ptr, k_inbox_ptr, v_inbox_ptr, p, world, GROUP: tl.constexpr
 ):  # fmt: skip
     """In the place of the Gluon kernel in the simulator. q, k, v: of this rank's own heads alone."""
     number = tl.load(p.ready_ptr + p.B * (p.H // GROUP) * (world.size - 1))
     rank = tl.cast(world.rank, tl.int32)
     tiles = tl.cdiv(p.S, p.BLOCK_M)
     m, d = tl.arange(0, p.BLOCK_M), tl.arange(0, p.BLOCK_D)
-    for task in range(tl.program_id(0), p.B * p.H * world.size * tiles, tl.num_programs(0)):
+    tasks, programs = p.B * p.H * world.size * tiles, tl.num_programs(0)
+    for task in range(tl.program_id(0), tasks, programs):
+        if p.bar_ptr is not None:
+            if (task // programs + 1) * programs <= tasks:
+                pl.grid_barrier(p.bar_ptr, world)
         row, distance, head = task % tiles * p.BLOCK_M, task // tiles % world.size, task // tiles // world.size
         b, h, source = head // p.H, head % p.H, (rank - distance + world.size) % world.size
         group = (b // p.joined * p.joined * p.H + h) // GROUP
@@ -129,17 +133,14 @@ def plain_heads_kernel(
                 top, total, acc, q, keys, values, begin, full, unmasked, masked, end, start, low, high, p
             )
         out, _ = tile_attention.finished(top, total, acc)
-        if AWAY:
-            to = pl.peer(p.out_ptr, source, world) + ((b * p.S + at) * world.size * p.H + rank * p.H + h) * p.D
-        else:
-            to = p.out_ptr + (((b * world.size + source) * p.S + at) * p.H + h) * p.D
+        to = pl.peer(p.out_ptr, source, world) + ((b * p.S + at) * world.size * p.H + rank * p.H + h) * p.D
         tl.store(to + d[None, :], out.to(p.out_ptr.dtype.element_ty), mask=inside)
 
 
-def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The form "gluon" in the simulator, with a plain kernel of the same tiles. Returns the ranks that have launched it
-    so far."""
-    started: list[int] = []
+def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The form "gluon" in the simulator, with a plain kernel of the same tiles. Returns, of each launch so far, whether
+    its programs meet."""
+    started: list[bool] = []
 
     def prepare(world: Any, kernel: Any, grid: tuple[int, ...], **options: Any) -> Any:
         start = cooperative_launch(world, plain_heads_kernel, grid)
@@ -149,10 +150,10 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return x.view(p.B, p.S, -1, p.D.value)[:, :, sent].contiguous()
 
         def launch(q: Any, k: Any, v: Any, q_inbox: Any, k_inbox: Any, v_inbox: Any, p: Attention, *rest: Any) -> None:
-            started.append(world.rank)
+            started.append(p.bar_ptr is not None)
             held = (p.H.value, 1), (p.KV.value, options["REPEATS"]), (p.KV.value, options["REPEATS"])
             own = [of_heads(x.base, p, *one) for x, one in zip((q, k, v), held)]
-            start(*own, q_inbox.base, k_inbox.base, v_inbox.base, p, world.device, options["GROUP"], options["AWAY"])
+            start(*own, q_inbox.base, k_inbox.base, v_inbox.base, p, world.device, options["GROUP"])
 
         return launch
 
@@ -170,19 +171,19 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (4, 8, 2, None, True, {"causal": True}),  # fewer heads of keys than ranks
     ],
 )
-@pytest.mark.parametrize(("long", "joined"), [(True, 1), (False, 2)], ids=["in the end", "at once, joined"])
+@pytest.mark.parametrize(("long", "joined"), [(True, 1), (False, 2)], ids=["together", "joined"])
 def test_the_plan_of_the_form(
     size: int, heads: int, kv_heads: int, group: int | None, symmetric: bool, told: dict[str, Any], long: bool,
     joined: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Copies, counters, the kernel's arguments and where results go, and when, launched twice. joined: of three batches
-    so many travel together."""
+    """Copies, counters, the kernel's arguments and where results go, launched twice. long: programs begin their tasks
+    together. joined: of three batches so many travel together."""
     monkeypatch.setattr(gluon, "is_long", lambda call: long)
     monkeypatch.setattr(ulysses_rules, "JOIN", joined * ROWS * 2 * 64 * 2)
     started = with_plain_kernel(monkeypatch)
     everybody = operands(8, heads, kv_heads, size, 3 if size == 3 else 1, torch.bfloat16, 64)
     check(everybody, symmetric, 2, mode="gluon", heads=group, **told)
-    assert len(started) == 2 * size
+    assert started == 2 * size * [long]
 
 
 def test_the_plan_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,8 @@ def test_groups_by_default() -> None:
         assert rules.pushed_heads(call) == group
 
 
-def test_results_go_home_in_the_end() -> None:
-    """Where programs that take as long read the same keys, of more bytes than the L2 cache has."""
+def test_programs_begin_their_tasks_together() -> None:
+    """Where tasks are equal, and a head's keys and values have more bytes than the L2 cache holds."""
     assert [rules.is_long(planned(2, 64, 64, positions)) for positions in (32768, 65536)] == [False, True]
     for told in ({"causal": True}, {"window": (9, 9)}, {"cu_seqlens": ENDS}):
         assert not rules.is_long(planned(2, 64, 64, 65536, **told))

@@ -17,7 +17,7 @@ from ..ring_attention.rules import lacks_gluon
 from ..ring_attention.turns import NEAR
 from .heads import heads_of, is_group
 
-ATTENTION, GLUON = 650e12, 635e12
+ATTENTION = 650e12
 """FLOP a second of torch's attention, and of the Gluon kernel's, with D = 128 in bf16 on one H200, where all SMs are
 busy."""
 GROUPS = 8
@@ -82,7 +82,7 @@ def seconds_gluon(call: Call) -> float:
     batches, keys = _joined(call, n), max(n // held.sharing, 1)
     groups = math.ceil(call["b"] / batches) * (held.queries // n)
     there = _copies(call, n, keys, keys, batches=batches)
-    attention = _flops(call, held.queries) / GLUON
+    attention = _flops(call, held.queries) / ATTENTION
     longer = max(attention, (groups - 1) * there)
     return H200.launch + there + longer + _copied(call, call["h"]) + H200.barrier
 
@@ -90,7 +90,7 @@ def seconds_gluon(call: Call) -> float:
 def is_long(call: Call) -> bool:
     """Whether in "gluon" all programs of a rank begin their tasks together: where a head's keys and values are too many
     to stay in the L2 cache, and tasks are equal, since all queries see all keys. Without it programs drift apart, and
-    attention to 65,536 positions takes 6 % longer (`ulysses_attention_together_2.json`)."""
+    attention to 65,536 positions takes 3 to 4 % longer (`ulysses_attention_together_2.json`)."""
     if call["causal"] or call["window"] is not None or call["cu_seqlens"] is not None:
         return False
     return 2 * call.world.size * call["s"] * call["d"] * call.dtype.itemsize > NEAR
@@ -100,7 +100,7 @@ def delay(call: Call) -> float:
     """How long one more head takes to come in "gluon", as a share of the time of attention to all heads."""
     held, n = heads_of(call["h"], call["g"], call.world.size), call["heads"]
     keys = max(n // held.sharing, 1)
-    return _copies(call, n, keys, keys) / (call["b"] * n) / (_flops(call, held.queries) / GLUON)
+    return _copies(call, n, keys, keys) / (call["b"] * n) / (_flops(call, held.queries) / ATTENTION)
 
 
 def pushed_heads(call: Call) -> int:

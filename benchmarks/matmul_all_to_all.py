@@ -26,6 +26,9 @@ from pkt.kernels.matmul_all_to_all import matmul_all_to_all
 TITLE = "QKV product + all-to-all, bf16"
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt copy": {"mode": "copy"},
+    "pkt copy, symmetric out": {"mode": "copy", "symmetric": True},
+    "pkt unfused": {"mode": "unfused"},
     "pkt push": {"mode": "push"},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True},
     "pkt push, 128x256x64": {"mode": "push", "tiles": (128, 256, 64, 8, 8, 3)},
@@ -33,14 +36,17 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 QUICK: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt copy": {"mode": "copy"},
+    "pkt copy, symmetric out": {"mode": "copy", "symmetric": True},
     "pkt push": {"mode": "push", "tiles": (16, 16, 16)},
     "pkt push, symmetric out": {"mode": "push", "symmetric": True, "tiles": (16, 16, 16)},
 }
-BASELINES = ("product alone", "product + NCCL", "product + NCCL, captured")
+BASELINES = ("product alone", "product + NCCL")
+CAPTURED = ("product + NCCL", "pkt default", "pkt copy", "pkt copy, symmetric out", "pkt unfused", "pkt push")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt default, captured", "pkt push, captured", *PLAIN]
+    return list(QUICK) if device == "cpu" else [*BASELINES, *(f"{name}, captured" for name in CAPTURED), *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -88,8 +94,7 @@ def case(world: Any, T: int, k: int, h: int, d: int, turned: bool = False) -> Ca
     runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
         runs |= {"product alone": multiplied, "product + NCCL": lambda: finished(_heads.to_heads(multiplied(), size))}
-        for name in ("product + NCCL", "pkt default", "pkt push"):
-            runs[f"{name}, captured"] = captured(runs[name])
+        runs |= {f"{name}, captured": captured(runs[name]) for name in CAPTURED}
     return Case(
         nbytes=(size - 1) / size * s * h * d * x.itemsize,
         flops=2.0 * s * k * h * d,

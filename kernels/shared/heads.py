@@ -80,6 +80,15 @@ def seconds_unfused(sent: Sent) -> product_rules.Seconds:
     return seconds
 
 
+def seconds_copied_columns(_: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """Torch's product, of one rank's columns after the other, the own ones last. Copies hide behind it but for what the
+    last peer's takes longer than the own columns. Then what has come is read and written."""
+    size, sent, alone = key["size"], sent_columns(key), product(key, gpu)
+    last, own = sent / max(size - 1, 1) / gpu.link, max(alone.compute, alone.memory) / size
+    exposed = alone.exposed + max(last - own, 0.0) + 2 * sent / gpu.memory
+    return replace(alone, communication=sent / gpu.link, exposed=exposed, sync=gpu.barrier + gpu.launch)
+
+
 def seconds_pushed_tiles(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     """A tile is signalled before the next one begins. After the product what has come is read and written."""
     columns = math.ceil(key["N"] / key["size"])

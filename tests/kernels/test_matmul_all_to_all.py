@@ -17,7 +17,8 @@ from pkt.model.gpu import H200
 from tests.kernels.helpers import on_ranks, random
 from tests.kernels.launches import compile_checked, launched
 
-PUSH = {"mode": "push", "tiles": (16, 16, 16)}
+PUSH: dict[str, Any] = {"mode": "push", "tiles": (16, 16, 16)}
+COPY, UNFUSED = {"mode": "copy"}, {"mode": "unfused"}
 
 
 # -------------------------------------------------------------------------------------------------------------- heads
@@ -67,7 +68,7 @@ def test_heads_that_ranks_do_not_divide_are_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- norm and rotation
-@pytest.mark.parametrize("keywords", [PUSH | {"tiles": (16, 64, 16)}, {"mode": "unfused"}], ids=["push", "unfused"])
+@pytest.mark.parametrize("keywords", [PUSH | {"tiles": (16, 64, 16)}, COPY, UNFUSED], ids=["push", "copy", "unfused"])
 def test_queries_and_keys_are_normed_and_rotated_as_models_do(keywords: dict[str, Any]) -> None:
     """As Qwen3 does: torch's RMSNorm of each head, then rotate_half with tables as long as a head. Two heads of queries
     and one of keys of a rank; values stay as they are. Without the norm, as Llama does."""
@@ -152,7 +153,7 @@ def strided(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("keywords", [PUSH, {"mode": "unfused"}], ids=["push", "unfused"])
+@pytest.mark.parametrize("keywords", [PUSH, COPY, UNFUSED], ids=["push", "copy", "unfused"])
 def test_weights_of_any_strides(keywords: dict[str, Any]) -> None:
     x, weight = random((1, 5, 12), torch.float32, 0), random((12, 4, 6), torch.float32, 1)
 
@@ -190,14 +191,15 @@ def test_ranks_that_are_late(seed: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-def test_a_symmetric_result_needs_no_inbox() -> None:
+@pytest.mark.parametrize("keywords", [PUSH, COPY], ids=["push", "copy"])
+def test_a_symmetric_result_needs_no_inbox(keywords: dict[str, Any]) -> None:
     x, weight = random((2, 16, 8), torch.float32, 0), random((8, 4, 64), torch.float32, 1)
 
     def run(world: Any) -> None:
         right = module.reference(world.rank, [x, x], [weight, weight])
         for out, least, most in ((None, right.numel() * 4, 1 << 20), (pkt.empty(tuple(right.shape)), 0, 4096)):
             before = world.heap.ledger.free_bytes
-            found = pkt.matmul_all_to_all(x, weight, out, **PUSH)
+            found = pkt.matmul_all_to_all(x, weight, out, **keywords)
             assert least <= before - world.heap.ledger.free_bytes <= most
             assert (found.double() - right).abs().max() < 1e-5
 

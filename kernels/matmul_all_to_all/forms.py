@@ -8,6 +8,8 @@ keys may be normed and rotated on the way (`shared/rotary.py`).
 push: one launch. Tiles are computed in an order that ends with the rank's own heads. Each tile is stored, as it is
     finished, to the rank of its heads, and signalled: into its `out` if that is symmetric, else into an inbox, from
     which that rank copies it. Norm and rotation are done in the tile, in fp32, before it is rounded.
+copy: torch's product, of the columns of one rank after the other, the own ones last. Copy engines move each part while
+    the next one is computed, see `copied`.
 unfused: torch's product, a kernel that norms and rotates in place where that is wanted, and pkt's all-to-all.
 
 (size - 1) / size * B * S * H * D * itemsize bytes out of and into each rank.
@@ -23,24 +25,23 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import beside_launch, cooperative_launch
+from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 from pkt.wording import count_text
 
-from .all_to_all import OPERATOR as ALL_TO_ALL
-from .declaration import Call, Case, Form, Launch, Operand, integer, number
-from .gradients import Backward, Gradients, Recorded
-from .operator import Operator
-from .shared import heads, products, rms_norm, rotary
-from .shared.checks import FLOATS, symmetric_out
-from .shared.grid import COPY_BYTES, num_programs
-from .shared.heads import Matrix
-from .shared.replays import with_product
-from .shared.rotary import turn_kernel, turned
-from .shared.tile_product import Tiles, accumulate, default_tiles, finish, stack, store_tile, weights
-from .shared.unfused import multiply, plain
+from ..declaration import Call, Case, Form, Launch, Operand, integer, number
+from ..gradients import Backward, Gradients, Recorded
+from ..operator import Operator
+from ..shared import heads, products, rms_norm, rotary
+from ..shared.checks import FLOATS, symmetric_out
+from ..shared.grid import COPY_BYTES, num_programs
+from ..shared.heads import Matrix
+from ..shared.rotary import turned
+from ..shared.tile_product import Tiles, accumulate, default_tiles, finish, stack, store_tile, weights
+from .copied import copied
+from .unfused import unfused
 
 CALL = "matmul_all_to_all"
 Tensors = Sequence[torch.Tensor]
@@ -196,7 +197,7 @@ def matmul_all_to_all(
     sin: torch.Tensor | None = None,
     qk_heads: int | None = None,
     eps: float = 1e-6,
-    mode: Literal["push", "unfused"] | None = None,
+    mode: Literal["push", "copy", "unfused"] | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -210,7 +211,7 @@ def matmul_all_to_all(
         weight; one of other strides is copied at each call. The same shapes on every rank; each rank multiplies its
         positions with its own weight. bias: (H, D) of x's dtype, the same on every rank.
     out: (B, size * S, H / size, D) of x's dtype; shares no memory with the operands. A new tensor where None. Into a
-        symmetric one "push" stores the result without a copy.
+        symmetric one "push" and "copy" bring the peers' parts without a further copy.
 
     For queries, keys and values in one call, the weight has the heads of rank 0 first, those of its queries, keys and
     values, then those of rank 1: see `pkt.join_heads`. A head of keys that several ranks need is in it for each.
@@ -223,16 +224,17 @@ def matmul_all_to_all(
         halves (y1, y2) of a head become (y1 * cos - y2 * sin, y2 * cos + y1 * sin), as Hugging Face's Llama has it.
         Such calls have no gradient.
 
-    mode: a form that the top of kernels/matmul_all_to_all.py describes; where None "push" into a symmetric `out`
-        for 2,048 positions of a rank and more, else "unfused".
+    mode: a form that the top of kernels/matmul_all_to_all/forms.py describes; where None "copy" for 1,024
+        positions of a rank and more, of all sequences, else "unfused".
     tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
         and those left out are as in `Tiles`. The same on every rank.
 
-    Sums are fp32. "push" adds the bias to them, norms, rotates and rounds once; "unfused" rounds before it adds the
-    bias, and before it norms. Returns `out`, complete; the operands may be overwritten at once.
+    Sums are fp32. "push" adds the bias to them, norms, rotates and rounds once; the others round before they add the
+    bias, and before they norm. Returns `out`, complete; the operands may be overwritten at once.
 
-    Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push". Raises
-    ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push" and "copy". "copy"
+    keeps as many bytes of this GPU's, for one sequence (size - 1) / size of them. Raises ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported.
     """
     return OPERATOR((x, weight, out, bias, norm, cos, sin), (qk_heads, eps, mode, tiles), world)
 
@@ -279,11 +281,6 @@ def _tiles(call: Call) -> Tiles:
     return tiles._replace(block_m=max(tiles.block_m * tiles.block_n // d, 16), block_n=d)
 
 
-def _wide(call: Call) -> bool:
-    """Whether the product has enough rows for "push", as far as it was measured."""
-    return not _fits_a_tile(call) and heads.pushed(call["s"], _tiles(call))
-
-
 def _whole_heads(call: Call) -> dict[str, Any]:
     """The settings of "push". Raises ShapeError where heads that are normed or rotated lie in several tiles."""
     tiles = call["tiles"]
@@ -328,36 +325,6 @@ def _push(call: Call) -> Launch:
     return launch
 
 
-def _unfused(call: Call) -> Launch:
-    world, (b, s, k), every, d = call.world, call["x"].shape, call.world.size * call["h"], call["d"]
-    whole = world.keep(
-        (CALL, "unfused", b, s, every, d, call.dtype),
-        lambda: empty(b, s, every, d, dtype=call.dtype, name=f"{CALL}.product", world=world),
-    )
-    flat, move = (
-        whole.plain().view(b * s, every * d),
-        ALL_TO_ALL.planned(world, whole, call["out"], scatter=2, gather=1),
-    )
-
-    heads_of_all = world.size * (call["qk_heads"] or 0)
-    together = min(TURNED_HEADS, triton.next_power_of_2(max(heads_of_all, 1)))
-    grid, turns = (b * s, triton.cdiv(heads_of_all, together)), _turns(call)
-    numbers = s, every, call["h"], call["qk_heads"] or 0, float(call["eps"])
-    constants = d, triton.next_power_of_2(max(d // 2, 1)), together
-    turn = beside_launch(world, turn_kernel, grid)
-
-    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Any, *angles: Any) -> torch.Tensor:
-        multiply(world, plain(x).view(b * s, k), plain(weight).flatten(1), flat)
-        if bias is not None:
-            flat.add_(plain(bias).view(-1))
-        if turns:
-            turn(whole, *angles, *numbers, *constants)
-        move(whole, out)
-        return out
-
-    return with_product(call, launch)
-
-
 def backward(call: Recorded) -> Gradients:
     """Of x alone `all_to_all_matmul`, which hides the exchange. The other gradients need the rows of the gradient
     itself, so where they are wanted, too, these come home once, and two products follow."""
@@ -380,10 +347,10 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
+COPIED_ROWS = 1024
+"""Rows of a rank's product from which "copy" is the default."""
 LEAST_HEAD, MOST_HEAD = 16, 256
 """Elements of a head that "push" norms and rotates: a tile holds whole heads, and has 16 columns at least."""
-TURNED_HEADS = 4
-"""That a program of `turn_kernel` works on."""
 
 
 def _cosines(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> torch.Tensor:
@@ -413,12 +380,16 @@ OPERATOR = Operator(
             settings={"tiles": _tiles}, fits=_fits_a_tile, complete=_whole_heads,
             seconds=heads.seconds_pushed_tiles,
         ),
+        "copy": Form(
+            copied, "torch's product, part by part; copy engines move a part while the next is computed", MOVES,
+            agrees=symmetric_out, roundings=lambda size: 2, seconds=heads.seconds_copied_columns,
+        ),
         "unfused": Form(
-            _unfused, "torch's product, then `pkt.all_to_all`", MOVES, agrees=symmetric_out,
+            unfused, "torch's product, then `pkt.all_to_all`", MOVES, agrees=symmetric_out,
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_columns),
         ),
     },
-    default=lambda call: "push" if _direct(call) and _wide(call) else "unfused",
+    default=lambda call: "copy" if call.world.size > 1 and call["b"] * call["s"] >= COPIED_ROWS else "unfused",
     reference=reference,
     backward=Backward(
         backward, "of x alone `all_to_all_matmul`; else `all_to_all` once, then two products",
@@ -436,6 +407,8 @@ OPERATOR = Operator(
         Case({"b": 1, "s": 5, "k": 8, "h": 1, "d": 20}, arguments=FEW | {"given": ("bias",)}),
         Case({"b": 2, "s": 17, "k": 20, "h": 1, "d": 18}, arguments=FEW | {"tiles": (16, 32, 32)}, explore=False),
         Case({"b": 2, "s": 9, "k": 20, "h": 3, "d": 16}, arguments=FEW | TURNED | {"tiles": WIDE}, explore=False),
+        Case({"b": 2, "s": 3, "k": 8, "h": 2, "d": 4}, arguments={"mode": "copy"}, launches=3, out="new"),
+        Case({"b": 1, "s": 5, "k": 12, "h": 3, "d": 6}, arguments={"mode": "copy"} | TURNED, ranks=2, out="new"),
         Case({"b": 1, "s": 5, "k": 12, "h": 3, "d": 6}, arguments={"mode": "unfused"} | TURNED, explore=False),
         Case({"b": 3, "s": 1, "k": 33, "h": 2, "d": 16}, arguments={"given": ("bias",)}, out="new", explore=False),
     ),

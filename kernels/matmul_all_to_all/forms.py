@@ -224,7 +224,7 @@ def matmul_all_to_all(
         halves (y1, y2) of a head become (y1 * cos - y2 * sin, y2 * cos + y1 * sin), as Hugging Face's Llama has it.
         Such calls have no gradient.
 
-    mode: a form that the top of kernels/matmul_all_to_all/forms.py describes; where None "copy" for 1,024
+    mode: a form that the top of kernels/matmul_all_to_all/forms.py describes; where None "copy" for 512
         positions of a rank and more, of all sequences, else "unfused".
     tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
         and those left out are as in `Tiles`. The same on every rank.
@@ -347,8 +347,8 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
-COPIED_ROWS = 1024
-"""Rows of a rank's product from which "copy" is the default."""
+COPIED_ROWS = 512
+"""Rows of a rank's product from which "copy" is the default (`matmul_all_to_all_tokens_2.json`)."""
 LEAST_HEAD, MOST_HEAD = 16, 256
 """Elements of a head that "push" norms and rotates: a tile holds whole heads, and has 16 columns at least."""
 

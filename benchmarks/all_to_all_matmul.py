@@ -24,6 +24,9 @@ from pkt.kernels.all_to_all_matmul import all_to_all_matmul
 TITLE = "All-to-all + output product, bf16"
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt gluon": {"mode": "gluon"},
+    "pkt gluon, 128x128x64": {"mode": "gluon", "tiles": (128, 128, 64, 8, 8, 6)},
+    "pkt unfused": {"mode": "unfused"},
     "pkt push": {"mode": "push"},
     "pkt push, 8 programs push": {"mode": "push", "num_comm_sms": 8},
     "pkt push, 32 programs push": {"mode": "push", "num_comm_sms": 32},
@@ -34,11 +37,12 @@ QUICK: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt push": {"mode": "push", "tiles": (16, 16, 16)},
 }
-BASELINES = ("product alone", "NCCL + product", "NCCL + product, captured")
+BASELINES = ("product alone", "NCCL + product")
+CAPTURED = ("NCCL + product", "pkt default", "pkt gluon", "pkt unfused", "pkt push")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt default, captured", "pkt push, captured", *PLAIN]
+    return list(QUICK) if device == "cpu" else [*BASELINES, *(f"{name}, captured" for name in CAPTURED), *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -70,8 +74,7 @@ def case(world: Any, T: int, k: int, h: int, d: int) -> Case:
             "product alone": lambda: multiplied(here),
             "NCCL + product": lambda: multiplied(_heads.to_rows(x, size)),
         }
-        for name in ("NCCL + product", "pkt default", "pkt push"):
-            runs[f"{name}, captured"] = captured(runs[name])
+        runs |= {f"{name}, captured": captured(runs[name]) for name in CAPTURED}
     return Case(
         nbytes=(size - 1) / size * x.nbytes,
         flops=2.0 * s * k * h * d,

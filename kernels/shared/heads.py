@@ -101,6 +101,16 @@ def seconds_pushed_tiles(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estim
     )  # fmt: skip
 
 
+def seconds_copied_rows(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """Copy engines bring rows while a tile has the own part of K; all programs compute."""
+    case = product_rules.plain_product(config, key, key["M"], key["K"] // key["size"], key["N"])
+    one = case.seconds(gpu)
+    return overlapped(
+        tasks=case.tiles(key["M"]), task_seconds=one, comm_bytes=sent_rows(key), comm_rate=gpu.link,
+        around=one / key["size"], memory_bytes=case.memory_bytes, sync=gpu.barrier, gpu=gpu,
+    )  # fmt: skip
+
+
 def seconds_pushed_rows(num_comm_sms: int) -> product_rules.Seconds:
     """Some programs push rows; the last tile waits for the last of them."""
 

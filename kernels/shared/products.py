@@ -164,12 +164,12 @@ def fitting(tensor: torch.Tensor) -> Fit | None:
     return fit
 
 
-def fitted(plan: Plan, *, out: bool) -> Plan:
+def fitted(plan: Plan, *, out: bool, operands: tuple[str, str] = ("a", "b")) -> Plan:
     """`plan` with operands that TMA descriptors can address. out: `out`, too, which is filled in the end."""
 
     def fit_and_plan(call: Call) -> Launch:
-        fits = [fitting(call[name]) for name in ("a", "b")] + [fitting(call["out"]) if out else None]
-        for name, fit in zip(("a", "b", "out"), fits):
+        fits = [fitting(call[name]) for name in operands] + [fitting(call["out"]) if out else None]
+        for name, fit in zip((*operands, "out"), fits):
             if fit:
                 call.tensors[name] = fit(call[name])
         launch = plan(call)

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from .gluon_backward_runs import run_ring_backward
+from .gluon_heads_runs import run_heads
 from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_ring, run_two_shot
 from .gluon_ulysses_runs import run_ulysses
 
@@ -69,6 +70,17 @@ def test_parcels(size, m, N, K, copies):
     """Copied in parcels, also in more copies than tiles."""
     for seed in range(3):
         run_inbox(size, m, N, K, 1 + seed, seed, copies=copies, finish=seed == 1)
+
+
+# -------------------------------------------------------------------------------------------------- all_to_all_matmul
+@pytest.mark.parametrize(
+    ("size", "B", "S", "k", "N"), [(1, 2, 16, 16, 16), (2, 1, 24, 8, 16), (2, 3, 13, 4, 10), (4, 2, 21, 8, 24)]
+)
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_heads_products(size, B, S, k, N, step):
+    """Ragged rows of several sequences, in copies of one row block, of two, and of all."""
+    for seed in range(3):
+        run_heads(size, B, S, k, N, 1 + 2 * seed, seed, step=step, transposed=seed == 1, finish=seed == 2)
 
 
 # -------------------------------------------------------------------------------------------------- matmul_all_reduce

@@ -241,7 +241,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a part is sent before it is computed", "            found = multiplied(peer, parts[i])\n            with side.behind() as stream:\n",
          "            found = parts[i]\n            with side.behind() as stream:\n"),
     ),
-    *of("kernels/all_to_all_matmul.py", "tests/kernels/test_all_to_all_matmul.py",
+    *of("kernels/all_to_all_matmul/forms.py", "tests/kernels/test_all_to_all_matmul.py",
         ("the next launch writes where this one reads", "return ((epoch & 1) * world.size + source) * p.B", "return source * p.B"),
         ("the first chunk of a row block stands for all", "epoch * tl.cdiv(p.k, p.CHUNK), world)", "epoch, world)"),
         ("a rank multiplies the first positions", "p.x_ptr + tl.cast(b * world.size + rank, tl.int64)",

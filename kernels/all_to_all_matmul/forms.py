@@ -7,6 +7,7 @@ other way.
 push: one launch. Programs 0 .. num_comm_sms - 1 store each position's heads into an inbox on the rank of that position,
     and signal each chunk of a row block. The others compute, row block by row block, with this rank's own heads first,
     then with those of the other ranks in the order in which they come. A communicator that has finished computes too.
+gluon: the same order of computing in specialised warps, by all programs; copy engines move the heads, see `gluon`.
 unfused: pkt's all-to-all, and torch's product.
 
 (size - 1) / size * |x| bytes out of and into each rank.
@@ -26,16 +27,16 @@ from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
-from .all_to_all import OPERATOR as ALL_TO_ALL
-from .declaration import Call, Case, Form, Launch, Operand, integer
-from .gradients import Backward, Gradients, Recorded
-from .operator import Operator
-from .shared import heads, products
-from .shared.checks import FLOATS
-from .shared.grid import num_programs
-from .shared.heads import Matrix
-from .shared.replays import with_product
-from .shared.tile_product import (
+from ..all_to_all import OPERATOR as ALL_TO_ALL
+from ..declaration import Call, Case, Form, Launch, Operand, integer
+from ..gradients import Backward, Gradients, Recorded
+from ..operator import Operator
+from ..shared import gluon_fits, heads, products
+from ..shared.checks import FLOATS
+from ..shared.grid import num_programs
+from ..shared.heads import Matrix
+from ..shared.replays import with_product
+from ..shared.tile_product import (
     Tiles,
     accumulate,
     default_tiles,
@@ -45,11 +46,13 @@ from .shared.tile_product import (
     tile_pointers,
     weights,
 )
-from .shared.unfused import multiply, plain
+from ..shared.unfused import multiply, plain
 
 CALL = "all_to_all_matmul"
 NUM_COMM_SMS = 16
 CHUNK = 256
+ROWS = 512
+"""Rows of a rank's product from which "gluon" is the default."""
 
 
 def reference(
@@ -155,7 +158,7 @@ def all_to_all_matmul(
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
-    mode: Literal["push", "unfused"] | None = None,
+    mode: Literal["push", "gluon", "unfused"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -172,17 +175,20 @@ def all_to_all_matmul(
         weight. bias: (N,) of x's dtype.
     out: (B, S, N) of x's dtype; shares no memory with the operands. A new tensor where None.
 
-    mode: a form that the top of kernels/all_to_all_matmul.py describes; where None "push" for 2,048 positions of a rank
-        and more, else "unfused". For "push" alone, the same on every rank: num_comm_sms: programs that push, from 1 to
-        all but one of the grid, by default 16. chunk: columns of x that one signal stands for, rounded up to BLOCK_K,
-        by default 256. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of
-        two from 16, and those left out are as in `Tiles`.
+    mode: a form that the top of kernels/all_to_all_matmul/forms.py describes; where None, for 512 positions of a rank
+        and more, of all sequences, "gluon" if it can run the call; else "push" for 2,048 positions of a sequence and
+        rank, else "unfused". "gluon" takes bf16 and fp16, H / size * D a multiple of 64, rows of the result of whole 16
+        bytes, 2 to 8 ranks, sm_90 and Triton 3.6. The rest is the same on every rank.
+    num_comm_sms, chunk: for "push": programs that push, from 1 to all but one of the grid, by default 16; columns of x
+        that one signal stands for, rounded up to BLOCK_K, by default 256.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
+        those left out are as in `Tiles`. "gluon": as of `pkt.matmul_reduce_scatter`.
 
-    Sums are fp32. "push" adds the bias to them and rounds once; "unfused" rounds before it adds the bias. Returns
-    `out`, complete; the operands may be overwritten at once.
+    Sums are fp32. "push" and "gluon" add the bias to them and round once; "unfused" rounds before it adds the bias.
+    Returns `out`, complete; the operands may be overwritten at once.
 
-    Symmetric memory kept: twice x's bytes in "push", once in "unfused". Raises ShapeError,
-    DtypeError, CollectiveMismatch, Unsupported.
+    Symmetric memory kept: twice x's bytes in "push", once in "unfused", (size - 1) / size of them in "gluon". Raises
+    ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     return OPERATOR((x, weight, out, bias), (mode, num_comm_sms, chunk, tiles), world)
 
@@ -222,6 +228,36 @@ def _push(call: Call) -> Launch:
         return out
 
     return launch
+
+
+def _gluon(call: Call) -> Launch:
+    from .gluon import planned
+
+    return planned(call)
+
+
+def _fits_gluon(call: Call) -> str:
+    """Why "gluon" cannot run a call; "" where it can."""
+    k = call["h"] * call["d"]
+    return (
+        gluon_fits.missing_anywhere(call.world)
+        or gluon_fits.unsuited(call.dtype, call.world.size, k, call["n"])
+        or ("" if k % gluon_fits.TILES.block_k == 0 else f"{k} elements of a rank's heads, not a multiple of 64")
+    )
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The settings of "gluon". Raises ShapeError."""
+    tiles = call["tiles"] or gluon_fits.TILES
+    gluon_fits.check_tiles(CALL, tiles, call.world, call.dtype)
+    return {"tiles": tiles}
+
+
+def _default(call: Call) -> str:
+    rows = call["b"] * call["s"]
+    if rows >= ROWS and rows * call["n"] and not _fits_gluon(call):
+        return "gluon"
+    return "push" if heads.pushed(call["s"], _tiles(call)) else "unfused"
 
 
 def _unfused(call: Call) -> Launch:
@@ -285,12 +321,18 @@ OPERATOR = Operator(
             },
             seconds=heads.seconds_pushed_rows(NUM_COMM_SMS),
         ),
+        "gluon": Form(
+            products.fitted(_gluon, out=True, operands=("x", "weight")),
+            "copy engines move rows, tiles in specialised warps wait for them", MOVES,
+            settings={"tiles": None}, complete=_settled, fits=_fits_gluon, gpu=True,
+            seconds=heads.seconds_copied_rows,
+        ),
         "unfused": Form(
             _unfused, "`pkt.all_to_all`, then torch's product", MOVES,
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_rows),
         ),
     },
-    default=lambda call: "push" if heads.pushed(call["s"], _tiles(call)) else "unfused",
+    default=_default,
     reference=reference,
     backward=Backward(
         backward, "of x `matmul_all_to_all`; of weight `all_to_all` of x once more, then a product",

@@ -212,8 +212,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
     """Copy engines push, and attention_to(keys, values, counters) waits for it. Collective."""
     world, (keys, values) = call.world, windows(call)
     counters = _counters(call, plan, "copied", call["b"], call["s"], call["g"] * call["d"])
-    this_launch, side = counters[-1:], copies.Side(world)
-    begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
+    begin, side = copies.counting(world, counters[-1:]), copies.Side(world)
     push = pushing(call, plan, plan.needs, (keys, values), counters, side)
     compute = attention_to(keys, values, counters)
 
@@ -221,7 +220,7 @@ def _copying(call: Call, plan: Plan, attention_to: Callable[..., Launch]) -> Lau
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
-        begin(this_launch, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+        begin()  # before overwrite: every rank's launch before has ended
         sent = push(k, v)
         found = compute(q, k, v, out, cu_seqlens, lse)
         side.reach(sent)

@@ -25,7 +25,6 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..shared import copies
-from ..shared.grid import barrier_counters
 from ..shared.torch_attention import Kernel, kernel_for
 from .exact import view_of
 from .exchange import windows
@@ -180,8 +179,8 @@ def planned_parts(call: Call) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse)."""
     if call.world.size == 1:
         return _whole(call)
-    ring, bar = Ring(call, call.name), barrier_counters(call.world)  # inboxes as of the other forms
-    start = cooperative_launch(call.world, copies.begin_kernel, (1,), num_warps=1)
+    ring = Ring(call, call.name)  # inboxes as of the other forms
+    start = copies.counting(call.world, ring.number)
     firsts = (0, *(seen.queries.start for _, seen in ring.seen))
     programs, block_d = ring.b * ring.h * triton.cdiv(ring.s, ROWS), triton.next_power_of_2(max(ring.d, 16))
     merge = beside_launch(call.world, merge_kernel, (programs,))
@@ -190,7 +189,7 @@ def planned_parts(call: Call) -> Launch:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
         lse: torch.Tensor,
     ) -> Any:  # fmt: skip
-        start(ring.number, bar, 0, ring.world.device)  # before overwrite: every rank's launch before has ended
+        start()  # before overwrite: every rank's launch before has ended
         ring.begin(k, v)
         if ring.kernel is not None and q.numel():
             found = [ring.kernel.attend(q, k, v, ring.causal, ring.scale)]

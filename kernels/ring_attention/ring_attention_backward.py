@@ -219,9 +219,8 @@ def _gluon(call: Call) -> Launch:
     if world.size > 1:
         exchange = Exchange(call, plan, places, 1)
         counters, side = exchange.counters, copies.Side(world)
-        number, bar = counters[-1:], barrier_counters(world)
-        same |= {"ready_ptr": counters, "number_ptr": number}
-        begin = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1)
+        same |= {"ready_ptr": counters, "number_ptr": counters[-1:]}
+        begin = copies.counting(world, counters[-1:])
         of_keys, of_queries = exchange.needs
         push_keys = pushed(call, plan, of_keys, exchange.keys, counters, side)
         push_queries = pushed(
@@ -237,7 +236,7 @@ def _gluon(call: Call) -> Launch:
     ) -> Any:  # fmt: skip
         p = both._replace(spans_ptr=spans_of(cu_seqlens), rows_ptr=rows, dq_ptr=out, dk_ptr=dk, dv_ptr=dv)
         if world.size > 1:
-            begin(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+            begin()  # before overwrite: every rank's launch before has ended
             push_keys(k, v)
         of_rows(result, dout, lse, dlse, rows, n, s, places, h, d, block_d, ROWS, plan.zigzag, GLUON_ROWS)
         sent = push_queries(q, dout, rows) if world.size > 1 else None

@@ -259,6 +259,14 @@ def meeting(world: World) -> Callable[[], None]:
     return lambda: start(bar, world.device)
 
 
+def counting(world: World, number: SymmetricTensor, zeros: int = 0) -> Callable[[], None]:
+    """begin(): all ranks' current streams come to one point, the number of a launch is counted, and so many words
+    behind it are 0. This is before a kernel that waits for copies, and not beside it: there the kernel may have all SMs
+    before the meeting has one."""
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
+    return lambda: start(number, bar, zeros, world.device)
+
+
 def telling(world: World, peer: int, counters: SymmetricTensor, at: int) -> Send:
     """tell(this, stream): queue the copy of `this`, the last of this rank's `counters`, to `peer`'s counter `at`: the
     number of the launch, behind what the stream has moved so far."""
@@ -295,9 +303,8 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
 
     inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
-    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     shard, theirs = layout(m, k), layout(size, m, k)[rank]
-    number, side = counters[-1:], Side(world)
+    start, side = counting(world, counters[-1:]), Side(world)
 
     def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
         """What moves columns c * chunk, ... of rows g * step, ... to `peer`, and what then says so there."""
@@ -307,10 +314,10 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         return move, telling(world, peer, counters, at)
 
     order = itertools.product(range(groups), range(1, size), range(chunks))
-    parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], number.plain()
+    parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], counters[-1:].plain()
 
     def begin(x: torch.Tensor) -> Callable[[], None]:
-        start(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+        start()  # before overwrite: every rank's launch before has ended
         with side.behind() as stream:
             for move, tell in parts:
                 move(x, stream)
@@ -351,9 +358,9 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         return inbox, outbox, signals(2 * count + 1, name="kernels.scatterings", world=world)
 
     inbox, outbox, counters = world.keep(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
-    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
     number, side, engines = counters[count:], Side(world), world.backend.copies
+    start = counting(world, number, count)
     assert engines is not None, "GPUs have copy engines"
 
     def part(d: int, g: int) -> tuple[int, int, Send, Send]:
@@ -368,7 +375,7 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
     parts, this = [part(d, g) for d in range(1, size) for g in range(parcels)], number.plain()
 
     def begin() -> Callable[[], None]:
-        start(number, bar, count, world.device)  # before overwrite: every rank's launch before has ended
+        start()  # before overwrite: every rank's launch before has ended
         here = side.here()
 
         def send() -> None:

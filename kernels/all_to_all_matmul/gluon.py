@@ -4,9 +4,7 @@ A tile has a part of K for each rank's heads: this rank's own first, then those 
 waits for a peer's heads of the tile's rows just before it loads them, so the exchange hides behind the own part. Copy
 engines push `step` rows of a sequence at a time, to each peer in turn, with a number behind them.
 
-Ranks meet before the first copy, on the stream for copies, while tiles begin with what is here already: a peer may be
-at its last launch still, and read the inbox. The meeting is one program, and nothing that it waits for is behind it on
-any rank.
+Ranks meet before the kernel and the first copy, because a peer may be at its last launch still, and read the inbox.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import beside_launch, cooperative_launch
+from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.passing import lasts
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
@@ -42,7 +40,7 @@ from ..shared.gluon_warps import (
     open_outbox,
     open_ring,
 )
-from ..shared.grid import barrier_counters, num_programs
+from ..shared.grid import num_programs
 from ..shared.heads import Matrix
 
 ROWS = 512, 8
@@ -207,9 +205,7 @@ def planned(call: Call) -> Launch:
                 boxes = copies.boxes(peer, theirs[d - 1, i, part], source, dtype.itemsize)
                 at = ((d - 1) * b + i) * count + c
                 sends.append((copies.sending(world, boxes, inbox), copies.telling(world, peer, counters, at)))
-    side, number = copies.Side(world), counters[-1:].plain()
-    # In step with nothing but the copies: else the kernel would follow this meeting.
-    begin, bar = beside_launch(world, copies.meet_kernel, (1,), num_warps=1), barrier_counters(world)
+    side, begin, number = copies.Side(world), copies.counting(world, counters[-1:]), counters[-1:].plain()
 
     matrix = Matrix.of(call["weight"], 0)
     blocks_of_x = descriptor(x.view(-1, k), (tiles.block_m, tiles.block_k))
@@ -223,12 +219,8 @@ def planned(call: Call) -> Launch:
     passed = Sizes(s, N, size * k), b, step, world.device, constants
 
     def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if world.streams is not None:
-            world.streams.follow()  # the world's last call may be on another stream
-        number.add_(1)
+        begin()  # before overwrite: every rank's launch before has ended
         with side.behind() as stream:
-            with side.current():
-                begin(bar, world.device)  # before overwrite: every rank's launch before has ended
             for move, tell in sends:
                 move(x, stream)
                 tell(number, stream)

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from .gluon_backward_runs import run_ring_backward
+from .gluon_heads_runs import run_heads
 from .gluon_machine import Stuck, TooManyArrivals
 from .gluon_runs import (
     BK,
@@ -49,6 +50,11 @@ def run_small_ulysses(size, R, N, K, *args, **options):
     run_ulysses(size, R, 2 * size, 2, *args, B=2, **options)
 
 
+def run_small_heads(size, S, N, K, *args, **options):
+    """run_heads of two sequences, in copies of one row block."""
+    run_heads(size, 2, S, K, N, *args, **options)
+
+
 def goes_wrong(run, seeds, *sizes, **options):
     """Whether a run of two programs gives a wrong result, hangs or breaks an mbarrier, in one of the orders. Any other
     error is one of the test's own."""
@@ -71,9 +77,9 @@ def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
 
 
 @pytest.mark.parametrize("broken", [without("pl", "wait"), without("mbarrier", "wait")], ids=["wait", "mbarrier.wait"])
-@pytest.mark.parametrize("run", [run_small_ring, run_small_backward, run_small_ulysses])
-def test_a_kind_of_wait_that_is_left_out_of_a_ring_is_found(run, broken):
-    assert goes_wrong(run, range(6), 3, 16, 0, 0, broken=broken)
+@pytest.mark.parametrize("run", [run_small_heads, run_small_ring, run_small_backward, run_small_ulysses])
+def test_a_kind_of_wait_that_is_left_out_of_what_copy_engines_feed_is_found(run, broken):
+    assert goes_wrong(run, range(6), 3, 16, 16, 16, broken=broken)
 
 
 def skipping(name, attribute, line, seen):
@@ -117,6 +123,7 @@ def skipping(name, attribute, line, seen):
         (run_landed, "pl", "wait", 2),
         (run_landed, "mbarrier", "wait", 8),
         (run_landed, "gl", "atomic_add", 2),
+        (run_small_heads, "pl", "wait", 1),
         (run_small_ring, "pl", "wait", 1),
         (run_small_ring, "mbarrier", "wait", 2),
         (run_small_backward, "pl", "wait", 2),

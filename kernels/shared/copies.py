@@ -4,7 +4,8 @@ What moves is a box, runs of elements at even distances on both sides, so that a
 place. A rank's copies go on one stream of their own, one after the other and to the next peer each time: one engine
 fills the links, and ranks that begin together send to different peers throughout. Where kernels of several ranks must
 know of each other's copies, the stream is joined first and they meet inside; or, while they run, an engine says so
-behind its copy, and a kernel counts what it has finished (`gathering`, `scattering`).
+behind its copy, and a kernel counts what it has finished (`gathering`, `scattering`). Such a kernel may have all SMs
+while it waits, so nothing in front of those copies may need one.
 """
 
 from __future__ import annotations
@@ -261,8 +262,7 @@ def meeting(world: World) -> Callable[[], None]:
 
 def counting(world: World, number: SymmetricTensor, zeros: int = 0) -> Callable[[], None]:
     """begin(): all ranks' current streams come to one point, the number of a launch is counted, and so many words
-    behind it are 0. This is before a kernel that waits for copies, and not beside it: there the kernel may have all SMs
-    before the meeting has one."""
+    behind it are 0. For launches whose kernels wait for copies, so not on the stream for these."""
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     return lambda: start(number, bar, zeros, world.device)
 

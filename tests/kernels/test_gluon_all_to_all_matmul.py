@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from pkt.language.inspect import Pointer, compile_only, count_markers, device_wo
 from pkt.model.gpu import H200
 from pkt.runtime.launch.launch import cooperative_launch
 
+from .gluon_compiling import Compiled, assert_fits
 from .helpers import on_ranks, random
-from .machine_code import resources, sass
 
 gluon = pytest.importorskip("pkt.kernels.all_to_all_matmul.gluon")
 from pkt.kernels.shared.gluon_host import descriptor, half_block, kernel_constants, weights_descriptor  # noqa: E402
@@ -53,11 +52,7 @@ def test_it_fits(
         Sizes(S, N, size * K), B, 4, device_world(0, size), kernel_constants(tiles, weight, "none"), num_warps=4,
         grid=(132,),
     )  # fmt: skip
-    usage, code = resources(kernel, tmp_path), sass(kernel, tmp_path)
-    assert kernel.metadata.num_warps == 12
-    assert kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
-    assert usage["STACK"] == usage["LOCAL"] == 0
-    assert not re.search(r"\b(?:STL|LDL)\b", code)
+    assert_fits(Compiled(kernel, (132,), {}, ()), tmp_path)
     assert count_markers(kernel.asm["ttgir"]) == {"wait": 1, "signal": 0}
 
 

@@ -14,9 +14,8 @@ import pkt
 import pkt.language as pl
 from pkt.kernels import all_to_all_matmul as operator
 from pkt.kernels.all_to_all_matmul import forms
-from pkt.kernels.shared import gluon_fits, heads
+from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
-from pkt.model.gpu import H200
 from pkt.runtime.launch.launch import cooperative_launch
 
 from .gluon_compiling import Compiled, assert_fits
@@ -191,10 +190,3 @@ def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [chosen(1, 511), chosen(1, 512), chosen(2, 256), chosen(0, 512)] == ["unfused", "gluon", "gluon", "unfused"]
     assert chosen(1, 512, h=1) == "unfused", "24 columns of a rank"
     assert chosen(1, 512, dtype=torch.float32) == "unfused"
-
-
-def test_predicted_times() -> None:
-    key = {"M": 2048, "N": 8192, "K": 8192, "dtype": torch.bfloat16, "size": 2}
-    found = heads.seconds_copied_rows({}, key, H200)
-    assert found.total > 2 * key["M"] * key["N"] * key["K"] / H200.flops
-    assert found.total < heads.seconds_unfused(heads.sent_rows)({}, key, H200).total

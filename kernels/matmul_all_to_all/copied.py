@@ -65,10 +65,10 @@ def copied(call: Call) -> Launch:
 
         with side.behind(), side.current():
             begin(bar, world.device)  # before overwrite: every rank is done with what it had in `out`, or in its inbox
-        for i, peer in enumerate(peers):
-            found = multiplied(peer, parts[i])
+        for part, peer, send in zip(parts, peers, sends):
+            found = multiplied(peer, part)
             with side.behind() as stream:
-                sends[i](found, inbox if inbox is not None else out, stream)
+                send(found, inbox if inbox is not None else out, stream)
         sent = side.mark()
         if b == 1:
             multiplied(rank, out.view(whole)[0, rank * s : (rank + 1) * s])

@@ -224,8 +224,8 @@ def matmul_all_to_all(
         halves (y1, y2) of a head become (y1 * cos - y2 * sin, y2 * cos + y1 * sin), as Hugging Face's Llama has it.
         Such calls have no gradient.
 
-    mode: a form that the top of kernels/matmul_all_to_all/forms.py describes; where None "copy" for 512
-        positions of a rank and more, of all sequences, else "unfused".
+    mode: a form that the top of kernels/matmul_all_to_all/forms.py describes; where None "copy"
+        where each rank gets 2.6 million elements or more of a rank's product, else "unfused".
     tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
         and those left out are as in `Tiles`. The same on every rank.
 
@@ -289,6 +289,11 @@ def _whole_heads(call: Call) -> dict[str, Any]:
     return call.settings
 
 
+def _default(call: Call) -> str:
+    part = call["b"] * call["s"] * call["h"] * call["d"]
+    return "copy" if call.world.size > 1 and part >= COPIED else "unfused"
+
+
 def _turns(call: Call) -> bool:
     """Whether some heads are normed or rotated."""
     return call["norm"] is not None or call["cos"] is not None
@@ -347,8 +352,10 @@ def backward(call: Recorded) -> Gradients:
     return found
 
 
-COPIED_ROWS = 512
-"""Rows of a rank's product from which "copy" is the default (`matmul_all_to_all_tokens_2.json`)."""
+COPIED = 512 * 5120
+"""Elements of a part of the product from which "copy" is the default. Parts of 512 x 5120 and of 1024 x 2560 take 6 %
+longer than one product of all, those of 512 x 2560 20 % (`matmul_in_parts_1.json`). As measured on two ranks, see
+`matmul_all_to_all_tokens_2.json`."""
 LEAST_HEAD, MOST_HEAD = 16, 256
 """Elements of a head that "push" norms and rotates: a tile holds whole heads, and has 16 columns at least."""
 
@@ -389,7 +396,7 @@ OPERATOR = Operator(
             roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_columns),
         ),
     },
-    default=lambda call: "copy" if call.world.size > 1 and call["b"] * call["s"] >= COPIED_ROWS else "unfused",
+    default=_default,
     reference=reference,
     backward=Backward(
         backward, "of x alone `all_to_all_matmul`; else `all_to_all` once, then two products",

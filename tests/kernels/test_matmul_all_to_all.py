@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 
 import pkt
 from pkt.kernels import matmul_all_to_all as module
+from pkt.kernels.declaration import Call
+from pkt.kernels.matmul_all_to_all import forms
 from pkt.kernels.operator import operators
 from pkt.kernels.shared.heads import Matrix
 from pkt.model.gpu import H200
@@ -240,6 +243,23 @@ def test_the_gradient_of_x_alone_is_one_exchange_with_a_product(monkeypatch: pyt
 
 
 # --------------------------------------------------------------------------------------------------------------- times
+def test_the_form_by_default() -> None:
+    """By the part of a rank, as large as those that were measured on 2 H200. More ranks have smaller ones."""
+    found = {}
+    for size, b, s, n in (
+        (2, 1, 512, 5120),
+        (2, 1, 511, 5120),
+        (2, 4, 128, 5120),
+        (8, 1, 512, 1280),
+        (1, 1, 4096, 5120),
+    ):
+        call = Call("", SimpleNamespace(size=size), {}, {}, {}, None)  # type: ignore[arg-type]
+        call.sizes = {"b": b, "s": s, "h": n // 128, "d": 128}
+        found[size, b, s] = forms._default(call)
+    assert [key for key, mode in found.items() if mode == "copy"] == [(2, 1, 512), (2, 4, 128)]
+    assert {*found.values()} == {"copy", "unfused"}
+
+
 @pytest.mark.parametrize("name", ["matmul_all_to_all", "all_to_all_matmul"])
 @pytest.mark.parametrize("size", [2, 8])
 def test_predicted_times(name: str, size: int) -> None:

@@ -43,7 +43,7 @@ from ..shared.gluon_warps import (
 from ..shared.grid import num_programs
 from ..shared.heads import Matrix
 
-ROWS = 512, 8
+COPY_ROWS, COPIES = 512, 8
 """Rows of a copy, at least, and copies that a peer's rows of a sequence go in, at most."""
 
 
@@ -178,7 +178,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, s: int, block_m: int) -> Rows:
         """Few copies, each of enough rows."""
-        blocks, least, most = triton.cdiv(s, block_m), max(ROWS[0] // block_m, 1), ROWS[1]
+        blocks, least, most = triton.cdiv(s, block_m), max(COPY_ROWS // block_m, 1), COPIES
         step = max(least, triton.cdiv(blocks, most))
         return cls(step, triton.cdiv(blocks, step))
 
@@ -205,8 +205,7 @@ def planned(call: Call) -> Launch:
                 boxes = copies.boxes(peer, theirs[d - 1, i, part], source, dtype.itemsize)
                 at = ((d - 1) * b + i) * count + c
                 sends.append((copies.sending(world, boxes, inbox), copies.telling(world, peer, counters, at)))
-    side, begin, number = copies.Side(world), copies.counting(world, counters[-1:]), counters[-1:].plain()
-
+    begin = copies.announcing(world, counters, sends)
     matrix = Matrix.of(call["weight"], 0)
     blocks_of_x = descriptor(x.view(-1, k), (tiles.block_m, tiles.block_k))
     blocks_of_inbox = lasts(descriptor(inbox.plain().view(-1, k), (tiles.block_m, tiles.block_k)))
@@ -219,18 +218,13 @@ def planned(call: Call) -> Launch:
     passed = Sizes(s, N, size * k), b, step, world.device, constants
 
     def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        begin()  # before overwrite: every rank's launch before has ended
-        with side.behind() as stream:
-            for move, tell in sends:
-                move(x, stream)
-                tell(number, stream)
-        sent = side.mark()
+        join = begin(x)
         blocks_of_x.base, blocks_of_weight.base, halves.base = x, matrix.rows(weight), out
         try:
             start(blocks_of_x, blocks_of_inbox, blocks_of_weight, halves, counters, bias, *passed)
         finally:
             blocks_of_x.base = blocks_of_weight.base = halves.base = None
-        side.reach(sent)
+        join()
         return out
 
-    return replayed(world, launch)
+    return replayed(world, launch) if matrix.dense else launch  # or each graph would keep a copy of the weight

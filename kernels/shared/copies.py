@@ -277,44 +277,18 @@ def telling(world: World, peer: int, counters: SymmetricTensor, at: int) -> Send
     return lambda this, stream: start(counters[at:], number, peer, world.device)
 
 
-class Gathering(NamedTuple):
-    """What `gathering` sends, and what a kernel that waits for it needs."""
+def announcing(
+    world: World, counters: SymmetricTensor, parts: Sequence[tuple[Send, Send]]
+) -> Callable[[torch.Tensor], Callable[[], None]]:  # fmt: skip
+    """begin(x): when all ranks have come here, the parts of `x` in this order on a stream beside the current one: what
+    moves one, and then what tells the number of the launch, the last of `counters`. Returns join(), behind which on the
+    current stream `x` may be overwritten.
 
-    inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
-    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] counts launches:
-    # columns c * chunk, ... of rows g * step, ... of rank r are here up to that one; the last counter is this launch's
-    begin: Callable[[torch.Tensor], Callable[[], None]]
-
-
-def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk: int | None = None) -> Gathering:
-    """begin(x): when all ranks have come here, this rank's `x`, (m, k), into the inbox of every peer, `step` rows at a
-    time and of these `chunk` columns, every peer's first rows before anybody's next, on a stream beside the current
-    one. Returns join(), behind which on the current stream `x` may be overwritten.
-
-    A kernel that is queued behind begin() waits for the number of this launch. An engine copies it behind the rows: of
-    two copies in a stream the first is done when the second begins. So it needs no program of a kernel, and is right in
-    a replayed graph. Collective.
+    A kernel that is queued behind begin() waits for this number. An engine copies it behind its part: of two copies in
+    a stream the first is done when the second begins. So it needs no program of a kernel, and is right in a replayed
+    graph.
     """
-    chunk = chunk or k
-    rank, size, groups, chunks = world.rank, world.size, triton.cdiv(m, step), triton.cdiv(k, chunk)
-
-    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
-        inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
-        return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
-
-    inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
-    shard, theirs = layout(m, k), layout(size, m, k)[rank]
-    start, side = counting(world, counters[-1:]), Side(world)
-
-    def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
-        """What moves columns c * chunk, ... of rows g * step, ... to `peer`, and what then says so there."""
-        here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
-        at = (rank * groups + g) * chunks + c
-        move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
-        return move, telling(world, peer, counters, at)
-
-    order = itertools.product(range(groups), range(1, size), range(chunks))
-    parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], counters[-1:].plain()
+    start, side, this = counting(world, counters[-1:]), Side(world), counters[-1:].plain()
 
     def begin(x: torch.Tensor) -> Callable[[], None]:
         start()  # before overwrite: every rank's launch before has ended
@@ -325,7 +299,41 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
             sent = side.mark()
         return lambda: side.reach(sent)
 
-    return Gathering(inbox, counters, begin)
+    return begin
+
+
+class Gathering(NamedTuple):
+    """What `gathering` sends, and what a kernel that waits for it needs."""
+
+    inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
+    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] counts launches:
+    # columns c * chunk, ... of rows g * step, ... of rank r are here up to that one; the last counter is this launch's
+    begin: Callable[[torch.Tensor], Callable[[], None]]
+
+
+def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk: int | None = None) -> Gathering:
+    """begin(x) -> join(), as of `announcing`: this rank's `x`, (m, k), into the inbox of every peer, `step` rows at a
+    time and of these `chunk` columns, every peer's first rows before anybody's next. Collective."""
+    chunk = chunk or k
+    rank, size, groups, chunks = world.rank, world.size, triton.cdiv(m, step), triton.cdiv(k, chunk)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
+        return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
+
+    inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
+    shard, theirs = layout(m, k), layout(size, m, k)[rank]
+
+    def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
+        """What moves columns c * chunk, ... of rows g * step, ... to `peer`, and what then says so there."""
+        here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
+        at = (rank * groups + g) * chunks + c
+        move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
+        return move, telling(world, peer, counters, at)
+
+    order = itertools.product(range(groups), range(1, size), range(chunks))
+    parts = [part(g, (rank + d) % size, c) for g, d, c in order]
+    return Gathering(inbox, counters, announcing(world, counters, parts))
 
 
 class Scattering(NamedTuple):

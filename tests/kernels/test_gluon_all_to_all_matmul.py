@@ -137,7 +137,8 @@ def test_the_plan_of_the_form(
 ) -> None:
     """Copies, counters and the kernel's arguments, launched twice, also with copies of one row block. offset: elements
     before x, the weight and the result, which TMA then cannot address."""
-    monkeypatch.setattr(gluon, "ROWS", (128, 2))
+    monkeypatch.setattr(gluon, "COPY_ROWS", 128)
+    monkeypatch.setattr(gluon, "COPIES", 2)
     started = with_plain_kernel(monkeypatch)
     d, n = 32, 24
     x = [random((b, size * s, 2, d), torch.bfloat16, rank) for rank in range(size)]

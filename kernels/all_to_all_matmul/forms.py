@@ -51,8 +51,9 @@ from ..shared.unfused import multiply, plain
 CALL = "all_to_all_matmul"
 NUM_COMM_SMS = 16
 CHUNK = 256
-ROWS = 512
-"""Rows of a rank's product from which "gluon" is the default (`all_to_all_matmul_tokens_2.json`)."""
+ROWS, FULL = 512, 0.87
+"""Rows of a rank's product from which "gluon" is the default, where at least such a share of the SMs has tiles. With
+0.97 it takes 1.03 to 1.10 times the product alone, and "unfused" 1.15 to 1.30 (`all_to_all_matmul_tokens_2.json`)."""
 
 
 def reference(
@@ -175,10 +176,11 @@ def all_to_all_matmul(
         weight. bias: (N,) of x's dtype.
     out: (B, S, N) of x's dtype; shares no memory with the operands. A new tensor where None.
 
-    mode: a form that the top of kernels/all_to_all_matmul/forms.py describes; where None, for 512 positions of a rank
-        and more, of all sequences, "gluon" if it can run the call; else "push" for 2,048 positions of a sequence and
-        rank, else "unfused". "gluon" takes bf16 and fp16, H / size * D a multiple of 64, rows of the result of whole 16
-        bytes, 2 to 8 ranks, sm_90 and Triton 3.6. The rest is the same on every rank.
+    mode: a form that the top of kernels/all_to_all_matmul/forms.py describes. Where None, for 512 positions of a rank
+        and more, of all sequences, "gluon" if it can run the call and its tiles leave few SMs idle; else "push" for
+        2,048 positions of a sequence and rank, else "unfused". "gluon" takes bf16 and fp16, H / size * D a multiple of
+        64, rows of the result of whole 16 bytes, 2 to 8 ranks, sm_90 and Triton 3.6. The rest is the same on every
+        rank.
     num_comm_sms, chunk: for "push": programs that push, from 1 to all but one of the grid, by default 16; columns of x
         that one signal stands for, rounded up to BLOCK_K, by default 256.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
@@ -242,7 +244,7 @@ def _fits_gluon(call: Call) -> str:
     return (
         gluon_fits.missing_anywhere(call.world)
         or gluon_fits.unsuited(call.dtype, call.world.size, k, call["n"])
-        or ("" if k % gluon_fits.TILES.block_k == 0 else f"{k} elements of a rank's heads, not a multiple of 64")
+        or ("" if k and k % gluon_fits.TILES.block_k == 0 else f"{k} elements of a rank's heads, not 64 or a multiple")
     )
 
 
@@ -253,9 +255,15 @@ def _settled(call: Call) -> dict[str, Any]:
     return {"tiles": tiles}
 
 
+def _fills(call: Call) -> bool:
+    """Whether most SMs have a tile of "gluon" in all rounds."""
+    tiles, programs = gluon_fits.TILES, num_programs(call.world, call.world.num_sms)
+    count = call["b"] * triton.cdiv(call["s"], tiles.block_m) * triton.cdiv(call["n"], tiles.block_n)
+    return count > FULL * triton.cdiv(count, programs) * programs
+
+
 def _default(call: Call) -> str:
-    rows = call["b"] * call["s"]
-    if rows >= ROWS and rows * call["n"] and not _fits_gluon(call):
+    if call["b"] * call["s"] >= ROWS and _fills(call) and not _fits_gluon(call):
         return "gluon"
     return "push" if heads.pushed(call["s"], _tiles(call)) else "unfused"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pkt
 import pkt.language as pl
 from pkt.kernels import all_to_all_matmul as operator
 from pkt.kernels.all_to_all_matmul import forms
+from pkt.kernels.declaration import Call
 from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
 from pkt.runtime.launch.launch import cooperative_launch
@@ -175,19 +177,17 @@ def test_copies_of_a_sequences_rows() -> None:
 
 
 def test_the_form_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rows of a rank, where the kernel can run the call."""
+    """By the rows of a rank and the share of 132 SMs that have tiles, where the kernel can run the call."""
     monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
 
-    def chosen(b: int, s: int, h: int = 16, dtype: torch.dtype = torch.bfloat16) -> Any:
-        def run(world: Any) -> str:
-            call = type(
-                "Call", (), {"__getitem__": lambda self, name: {"b": b, "s": s, "h": h, "d": 24, "n": 64}[name]}
-            )()
-            call.world, call.dtype = world, dtype
-            return forms._default(call)
-
-        return on_ranks(2, run)[0]
+    def chosen(b: int, s: int, h: int = 32, n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> str:
+        x = torch.empty(b, 2 * s, h, 24, dtype=dtype, device="meta")
+        call = Call("", SimpleNamespace(size=2, num_sms=132), {"x": x}, {}, {}, None)  # type: ignore[arg-type]
+        call.sizes = {"b": b, "s": s, "h": h, "d": 24, "n": n}
+        return forms._default(call)
 
     assert [chosen(1, 511), chosen(1, 512), chosen(2, 256), chosen(0, 512)] == ["unfused", "gluon", "gluon", "unfused"]
-    assert chosen(1, 512, h=1) == "unfused", "24 columns of a rank"
+    assert [chosen(1, 640), chosen(1, 1024), chosen(1, 1152)] == ["unfused", "gluon", "unfused"], "rounds of 132 tiles"
+    assert [chosen(1, 512, n=4096), chosen(1, 1024, n=4096), chosen(1, 512, n=0)] == ["unfused", "gluon", "unfused"]
+    assert [chosen(1, 512, h=31), chosen(1, 512, h=0)] == ["unfused", "unfused"], "744 columns of a rank, and none"
     assert chosen(1, 512, dtype=torch.float32) == "unfused"

@@ -11,18 +11,19 @@ from pkt.language import ptx, sync
 
 from . import attention, merging
 
-FEW, MANY = tl.constexpr(2), tl.constexpr(8)
-"""Parts of a unit that a program takes at once: in one flight."""
+FEW = tl.constexpr(2)
+"""Parts of a unit that a thread takes at once: in one flight. Where there are many parts it takes more."""
 
 
 @triton.jit
-def decode_kernel(p, world, TAKE: tl.constexpr):
+def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     """1. Each program attends over its share of the tiles. A unit that one program has all of is put to the ranks, a
     part of a unit into this rank's memory. 2. Each program merges the parts of some rows and puts them to the ranks.
     3. Each takes some rows of all ranks, merges them, and stores the result.
 
-    Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. TAKE: rows at a time in 2
-    and 3. Without FUSED there is no 3, and the results of 1 and 2 are stored for the other kernels."""
+    Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. TAKE: rows at a time in 3.
+    In 2 there are RUNS of parts of each row in their place. Without FUSED there is no 3, and the results of 1 and 2 are
+    stored for the other kernels."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
@@ -43,10 +44,13 @@ def decode_kernel(p, world, TAKE: tl.constexpr):
             else:
                 at = p.parts_ptr + (tl.cast(pid + unit, tl.int64) * p.ROWS + i) * (p.WORDS * 4)
                 merging.put(at, part, lse, exists, launch, world.rank, world)
-    EACH: tl.constexpr = (min(p.ROWS, p.SQ * p.GROUP) + TAKE - 1) // TAKE  # tasks of a unit
-    for task in range(pid, units * EACH, programs):
-        unit = task // EACH
-        i = task % EACH * TAKE + tl.arange(0, TAKE)
+    ROWS: tl.constexpr = min(p.ROWS, p.SQ * p.GROUP)  # of a unit, that exist in some
+    AT_ONCE: tl.constexpr = TAKE // RUNS
+    MERGES: tl.constexpr = (ROWS + AT_ONCE - 1) // AT_ONCE  # tasks of a unit
+    MANY: tl.constexpr = 16 if p.COLUMNS <= 256 else 8  # the registers hold no more
+    for task in range(pid, units * MERGES, programs):
+        unit = task // MERGES
+        i = task % MERGES * AT_ONCE + tl.arange(0, AT_ONCE)
         _, _, _, number, exists = attention.place_of(unit, i, p)
         exists = exists & (i < p.ROWS)
         begin, count = attention.tiles_of(unit, tiles, p)
@@ -54,13 +58,12 @@ def decode_kernel(p, world, TAKE: tl.constexpr):
         parts = (begin + count - 1) // share - one + 1
         if parts > 1:  # which lie one behind the other, because each next one is of the next program
             at = p.parts_ptr + (tl.cast(one + unit, tl.int64) * p.ROWS + i) * (p.WORDS * 4)
-            merged = merging.none(TAKE, p.COLUMNS)
             if parts < MANY:
-                merged = _all_parts(merged, at, parts, exists, launch, p, world, FEW)
+                part, lse = _all_parts(at, parts, exists, launch, p, world, FEW, RUNS)
             else:
-                merged = _all_parts(merged, at, parts, exists, launch, p, world, MANY)
-            part, lse = merging.divided(merging.sums(merged), merged[0], merged[1])
+                part, lse = _all_parts(at, parts, exists, launch, p, world, MANY, RUNS)
             _report(part, lse, number, exists, launch, p, world)
+    EACH: tl.constexpr = (ROWS + TAKE - 1) // TAKE
     if p.FUSED:
         for task in range(pid, units * EACH, programs):
             i = task % EACH * TAKE + tl.arange(0, TAKE)
@@ -164,21 +167,43 @@ def _take_and_store(number, exists, launch, p, world, TAKE: tl.constexpr):
     """Merge all ranks' results of some rows as they come, and store them."""
     at = _half(launch, p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
     merged = merging.none(TAKE, p.COLUMNS)
-    merged = merging.take(merged, at, _slot(p), 0, exists, launch, world, p.COLUMNS, world.size)
+    merged = merging.take(merged, at, _slot(p), 0, world.size, exists, launch, world, p.COLUMNS, world.size)
     _store(merged, number, exists, p)
 
 
 @triton.jit
-def _all_parts(merged, at, parts, exists, launch, p, world, TOGETHER: tl.constexpr):
-    """Merge all parts of some rows, TOGETHER at a time. The last ones begin sooner, so that they are as many, and those
-    that the others had weigh nothing."""
+def _all_parts(at, parts, exists, launch, p, world, TOGETHER: tl.constexpr, RUNS: tl.constexpr):
+    """Merge all parts of some rows: (the rows, fp32 (rows, COLUMNS); their lse). The parts of each row are RUNS of
+    about as many, which are merged side by side, TOGETHER parts at a time. Where less is left of a run it begins
+    sooner, so that they are as many, and what is not of the run weighs nothing."""
     apart: tl.constexpr = p.ROWS * p.WORDS * 4
-    for turn in range(tl.cdiv(parts, TOGETHER)):
-        first = tl.minimum(turn * TOGETHER, parts - TOGETHER)
-        skipped = turn * TOGETHER - first
-        there = at + tl.cast(first, tl.int64) * apart
-        merged = merging.take(merged, there, apart, skipped, exists, launch, world, p.COLUMNS, TOGETHER)
-    return merged
+    ROWS: tl.constexpr = at.shape[0]
+    run = tl.arange(0, RUNS)
+    begin = _of_runs(run * parts // RUNS, ROWS, RUNS)
+    end = _of_runs((run + 1) * parts // RUNS, ROWS, RUNS)
+    there = _of_rows(at, RUNS)
+    inside = _of_rows(exists, RUNS)
+    merged = merging.none(ROWS * RUNS, p.COLUMNS)
+    for turn in range(tl.cdiv(tl.cdiv(parts, RUNS), TOGETHER)):
+        wanted = begin + turn * TOGETHER
+        first = tl.minimum(wanted, parts - TOGETHER)
+        found = there + tl.cast(first, tl.int64) * apart
+        merged = merging.take(
+            merged, found, apart, wanted - first, end - first, inside, launch, world, p.COLUMNS, TOGETHER
+        )
+    return merging.divided(*merging.joined(merging.sums(merged), merged[0], merged[1], RUNS))
+
+
+@triton.jit
+def _of_rows(x, RUNS: tl.constexpr):
+    """x, (rows,), for all runs of each row: (rows * RUNS,)."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (x.shape[0], RUNS)), (x.shape[0] * RUNS,))
+
+
+@triton.jit
+def _of_runs(x, ROWS: tl.constexpr, RUNS: tl.constexpr):
+    """x, (RUNS,), for all rows: (ROWS * RUNS,)."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (ROWS, RUNS)), (ROWS * RUNS,))
 
 
 @triton.jit

@@ -262,6 +262,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     d2 = 0 if d1 >= D else _padded(D - d1)
     programs = call["programs"]
     take = min(max(TAKEN // columns, 1), rows)
+    runs = min(take, 1 << max(programs * take // max(B * SQ * H, 1), 1).bit_length() - 1)
     words, room = words_of_row.fn(columns, 1), 0
     if fused:
         memory, flags, room = flagged.slots_of(world, world.size * B * SQ * H * words)
@@ -294,7 +295,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     start = cooperative_launch(world, decode_kernel, (programs,), **options)
 
     def launch(tensors: Sequence[Any]) -> Any:
-        start(argument(tensors, memory), world.device, take)
+        start(argument(tensors, memory), world.device, take, runs)
 
     return _Plan(argument, memory, launch, take)
 

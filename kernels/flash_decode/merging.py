@@ -44,9 +44,9 @@ def weights(most, total, lse):
 
 
 @triton.jit
-def take(merged, ptr, apart, skipped, inside, flag, world, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+def take(merged, ptr, apart, begin, end, inside, flag, world, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Merge PARTS more parts, when they are there. ptr: int32 (rows,), to the first word of each row of the first of
-    them; apart: int32 from a part to the next; skipped: so many of the first weigh nothing."""
+    them; apart: int32 from a part to the next; begin, end: numbers or (rows,), outside of which parts weigh nothing."""
     threes, twos, in_threes, in_twos = tile_words.places(ptr, inside, COLUMNS // 4)
     found = pl.take_flagged_all(threes, apart, flag, world, mask=in_threes, parts=PARTS)
     rest = pl.take_flagged_all(twos, apart, flag, world, mask=in_twos, parts=PARTS)
@@ -56,8 +56,7 @@ def take(merged, ptr, apart, skipped, inside, flag, world, COLUMNS: tl.constexpr
         # Every word carries the lse. Triton does not move this sum to another layout, as it does a maximum, with which
         # every thread would take all words of a row.
         lse = tl.sum(tl.where(first, _fp32(rest[i][2]), 0.0), 1)
-        if i < PARTS - 1:
-            lse = tl.where(i < skipped, float("-inf"), lse)
+        lse = tl.where((i < begin) | (i >= end), float("-inf"), lse)
         most, total, old, new = weights(most, total, lse)
         a = a * old[:, None] + _fp32(found[i][0]) * new[:, None]
         b = b * old[:, None] + _fp32(found[i][1]) * new[:, None]
@@ -72,6 +71,22 @@ def sums(merged):
     """The weighted sums, fp32 (rows, columns)."""
     _, _, a, b, c, low, high = merged
     return _joined(_joined(a, b), _joined(c, _joined(low, high)))
+
+
+@triton.jit
+def joined(sums, most, total, RUNS: tl.constexpr):
+    """Each row's RUNS partial results, which lie side by side, merged: (the weighted sums, the greatest lse, the sum of
+    weights)."""
+    if RUNS == 1:
+        return sums, most, total
+    else:
+        ROWS: tl.constexpr = most.shape[0] // RUNS
+        each = tl.reshape(most, (ROWS, RUNS))
+        most = tl.max(each, 1)
+        weight = tl.exp(each - tl.where(most == float("-inf"), 0.0, most)[:, None])
+        total = tl.sum(tl.reshape(total, (ROWS, RUNS)) * weight, 1)
+        sums = tl.reshape(sums, (ROWS, RUNS, sums.shape[1])) * weight[:, :, None]
+        return tl.sum(sums, 1), most, total
 
 
 @triton.jit

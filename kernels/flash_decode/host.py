@@ -64,8 +64,9 @@ STAGE_BYTES = 32 << 10
 """Bytes of a cache that a program loads at a time if every query head has its own keys; twice as many otherwise."""
 REGISTERS = 1 << 16
 """Of an SM."""
-TAKEN = 512
-"""Elements that a program merges at a time: with four warps a thread takes a word of them."""
+TAKEN = 128
+"""Elements that a warp merges at a time: a thread takes a word of them. With fewer threads share words, and merging
+takes ten times as long (`flash_decode_latent_1.json`)."""
 
 
 def flash_decode(
@@ -261,7 +262,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     d1 = _padded(D) if D <= LEAST_SIDE else 1 << D.bit_length() - 1
     d2 = 0 if d1 >= D else _padded(D - d1)
     programs = call["programs"]
-    take = min(max(TAKEN // columns, 1), rows)
+    take = min(max(TAKEN * call["warps"] // columns, 1), rows)
     runs = min(take, 1 << max(programs * take // max(B * SQ * H, 1), 1).bit_length() - 1)
     words, room = words_of_row.fn(columns, 1), 0
     if fused:

@@ -37,6 +37,7 @@ class Decode(NamedTuple):
     # used, and rank r puts [r] of it. Without FUSED fp32 (rows, E + 1): this rank's result, and its lse
     B: Any
     pages_of: Any
+    pages: Any  # of the caches
     most: Any  # keys that the pages of a sequence can hold
     k_page: Any  # elements from one page of K to the next,
     k_token: Any  # from one key to the next in a page,
@@ -55,7 +56,7 @@ class Decode(NamedTuple):
     D: tl.constexpr
     E: tl.constexpr
     PAGE: tl.constexpr
-    SHARED: tl.constexpr  # V is the first E of K
+    SHARED: tl.constexpr  # V is the first D1 elements of K
     K_SCALES: tl.constexpr  # 1: each KV head has a scale of its own; 0: all have the first
     V_SCALES: tl.constexpr
     CAPPED: tl.constexpr
@@ -68,18 +69,23 @@ class Decode(NamedTuple):
     D2: tl.constexpr
     COLUMNS: tl.constexpr  # E, rounded up
     WORDS: tl.constexpr  # of a row
+    TMA: tl.constexpr  # TMA loads whole tiles: each lies in a page
 
 
 # ------------------------------------------------------------------------------------------------------------- shares
 @triton.jit
-def tiles_of_all(p):
+def lens_of_all(p):
+    """(BATCH, TOKENS): keys that the query tokens see."""
+    b = tl.arange(0, p.BATCH)[:, None]
+    s = tl.arange(0, p.TOKENS)[None, :]
+    return tl.load(p.lens_ptr + b * p.SQ + s, mask=(b < p.B) & (s < p.SQ), other=0)
+
+
+@triton.jit
+def tiles_of_all(lens, p):
     """(BATCH,): tiles of each sequence's units: one at least, so that somebody reports a unit that has no keys."""
-    b = tl.arange(0, p.BATCH)
-    s = tl.arange(0, p.TOKENS)
-    here = (b < p.B)[:, None] & (s < p.SQ)[None, :]
-    lens = tl.load(p.lens_ptr + b[:, None] * p.SQ + s[None, :], mask=here, other=0)
     longest = tl.minimum(tl.maximum(tl.max(lens, 1), 0), p.most)
-    return tl.where(b < p.B, tl.maximum(tl.cdiv(longest, p.KEYS), 1), 0)
+    return tl.where(tl.arange(0, p.BATCH) < p.B, tl.maximum(tl.cdiv(longest, p.KEYS), 1), 0)
 
 
 @triton.jit
@@ -130,9 +136,99 @@ def _power_of_two(x):
 
 
 @triton.jit
-def attend(unit, first, last, p):
+def boxes(tokens, p):
+    """TMA descriptors of tiles: of the first D1 elements of keys, of the D2 others, and of values. Pages end behind so
+    many tokens, and TMA loads zeros from behind them. It takes a microsecond to make them. Without TMA the caches."""
+    keys = p.k_ptr
+    others = p.k_ptr
+    values = p.v_ptr
+    if p.TMA:
+        heads: tl.constexpr = p.HEADS // p.GROUP
+        page = tl.cast(p.k_page, tl.int64)
+        head = tl.cast(p.k_head, tl.int64)
+        token = tl.cast(p.k_token, tl.int64)
+        shape = p.pages, heads, tokens, p.D
+        keys = tl.make_tensor_descriptor(p.k_ptr, shape, [page, head, token, 1], [1, 1, p.KEYS, p.D1])
+        if p.D2:
+            others = tl.make_tensor_descriptor(p.k_ptr, shape, [page, head, token, 1], [1, 1, p.KEYS, p.D2])
+        if not p.SHARED:
+            page = tl.cast(p.v_page, tl.int64)
+            head = tl.cast(p.v_head, tl.int64)
+            token = tl.cast(p.v_token, tl.int64)
+            shape = p.pages, heads, tokens, p.E
+            values = tl.make_tensor_descriptor(p.v_ptr, shape, [page, head, token, 1], [1, 1, p.KEYS, p.COLUMNS])
+    return keys, others, values
+
+
+@triton.jit
+def _load_boxes(boxes, page, g, row, p):
+    """A tile of KV head g, from token `row` of a page: keys, in two parts, and values."""
+    keys, others, values = boxes
+    k1 = tl.reshape(keys.load([page, g, row, 0]), (p.KEYS, p.D1))
+    k2 = k1
+    if p.D2:
+        k2 = tl.reshape(others.load([page, g, row, p.D1]), (p.KEYS, p.D2))
+    v = k1
+    if not p.SHARED:
+        v = tl.reshape(values.load([page, g, row, 0]), (p.KEYS, p.COLUMNS))
+    return k1, k2, v
+
+
+@triton.jit
+def _load_keys(tile, end, table, g, p, dtype: tl.constexpr):
+    """The same of a tile that may lie in several pages, without TMA: zeros from key number `end` on."""
+    key = tile * p.KEYS + tl.arange(0, p.KEYS)
+    there = key < end
+    d1 = tl.arange(0, p.D1)
+    page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
+    k_row = p.k_ptr + tl.cast(g, tl.int64) * p.k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
+    # Every number of fp8 is one of fp16 and fp32, too.
+    k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0.0).to(dtype)
+    k2 = k1
+    if p.D2:
+        d2 = p.D1 + tl.arange(0, p.D2)
+        k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0.0).to(dtype)
+    v = k1
+    if not p.SHARED:
+        e = tl.arange(0, p.COLUMNS)
+        v_row = p.v_ptr + tl.cast(g, tl.int64) * p.v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
+        v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0.0).to(dtype)
+    if dtype != p.k_ptr.dtype.element_ty:
+        # The compiler now converts before it stores the operand of tl.dot to shared memory. It would convert behind,
+        # where it can load only single bytes of V.
+        v = tl.where(end > 0, v, 0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def _add(sums, query, tile, loaded, p, SHIFT: tl.constexpr):
+    """`sums` with a tile's keys: (the weighted sums of values, the greatest score, in powers of two, and the sum of
+    weights), of each row. query: (its first D1 elements, the others, what scores are times, keys that it sees)."""
+    acc, most, total = sums
+    q1, q2, scale, seen = query
+    k1, k2, v = loaded
+    key = tile * p.KEYS + tl.arange(0, p.KEYS)
+    score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    if p.D2:
+        score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
+    score *= scale[:, None]
+    if p.CAPPED:
+        # tanh(x) = 1 - 2 / (1 + e^2x), right for infinite powers, too
+        score = p.cap * LOG2E * (1 - 2 / (1 + tl.exp2(score * (2 / p.cap))))
+    score = tl.where(key[None, :] < seen[:, None], score, float("-inf"))
+    higher = tl.maximum(most, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # or a row that has seen no key were inf - inf
+    weight = tl.exp2(score - (base - SHIFT)[:, None])
+    old = tl.exp2(most - base)
+    acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+    return acc, higher, total * old + tl.sum(weight, 1)
+
+
+@triton.jit
+def attend(unit, first, last, boxes_of_pages, p):
     """Tiles [first, last) of a unit's keys: (the attention over them, fp32 (ROWS, COLUMNS); its lse, fp32 (ROWS,)). A
-    row that sees none of them has 0 and -inf. No wait is in here, so the loop is pipelined."""
+    row that sees none of them has 0 and -inf. boxes_of_pages: of whole pages. No wait is in here, so the loops are
+    pipelined."""
     FP8: tl.constexpr = p.k_ptr.dtype.element_ty.primitive_bitwidth == 8
     dtype: tl.constexpr = math_of(p.q_ptr.dtype.element_ty, FP8)
     SHIFT: tl.constexpr = 15 if dtype == tl.float16 else 0  # weights are times 2 ** SHIFT, or small ones were 0 in fp16
@@ -140,6 +236,7 @@ def attend(unit, first, last, p):
     d1 = tl.arange(0, p.D1)
     q_row = p.q_ptr + tl.cast(number, tl.int64)[:, None] * p.D
     q1 = tl.load(q_row + d1[None, :], mask=exists[:, None] & (d1 < p.D)[None, :], other=0)
+    q2 = q1
     if p.D2:
         d2 = p.D1 + tl.arange(0, p.D2)
         q2 = tl.load(q_row + d2[None, :], mask=exists[:, None] & (d2 < p.D)[None, :], other=0)
@@ -150,54 +247,36 @@ def attend(unit, first, last, p):
             greatest = tl.maximum(greatest, tl.max(tl.abs(q2).to(tl.float32), 1))
         power = _power_of_two(greatest)
         q1 = (q1.to(tl.float32) / power[:, None]).to(dtype)
-        if p.D2:
-            q2 = (q2.to(tl.float32) / power[:, None]).to(dtype)
+        q2 = (q2.to(tl.float32) / power[:, None]).to(dtype)
         scale *= power
     seen = tl.load(p.lens_ptr + b * p.SQ + s, mask=exists, other=0)
     seen = tl.minimum(seen, p.most)
     end = tl.max(seen, 0)
-    e = tl.arange(0, p.COLUMNS)
     table = p.table_ptr + tl.cast(b, tl.int64) * p.pages_of
     if p.k_scale_ptr is not None:
         scale *= tl.load(p.k_scale_ptr + g * p.K_SCALES)
-    k_head = p.k_ptr + tl.cast(g, tl.int64) * p.k_head
-    v_head = p.v_ptr + tl.cast(g, tl.int64) * p.v_head
-
+    query = q1, q2, scale, seen
     acc = tl.zeros((p.ROWS, p.COLUMNS), tl.float32)
-    most = tl.full((p.ROWS,), float("-inf"), tl.float32)  # of the scores, which are in powers of two
+    most = tl.full((p.ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((p.ROWS,), tl.float32)
-    for tile in range(first, last):
-        key = tile * p.KEYS + tl.arange(0, p.KEYS)
-        there = key < end
-        page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
-        k_row = k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
-        # Every number of fp8 is one of fp16 and fp32, too.
-        k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0.0).to(dtype)
-        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if p.D2:
-            k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0.0).to(dtype)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
-        score *= scale[:, None]
-        if p.CAPPED:
-            # tanh(x) = 1 - 2 / (1 + e^2x), right for infinite powers, too
-            score = p.cap * LOG2E * (1 - 2 / (1 + tl.exp2(score * (2 / p.cap))))
-        score = tl.where(key[None, :] < seen[:, None], score, float("-inf"))
-        higher = tl.maximum(most, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # or a row that has seen no key were inf - inf
-        weight = tl.exp2(score - (base - SHIFT)[:, None])
-        old = tl.exp2(most - base)
-        total = total * old + tl.sum(weight, 1)
-        if p.SHARED and p.COLUMNS == p.D1:
-            v = k1
-        else:
-            v_row = v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
-            v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0.0).to(dtype)
-        if FP8:
-            # The compiler now converts before it stores the operand of tl.dot to shared memory. It would convert
-            # behind, where it can load only single bytes of V.
-            v = tl.where(end > 0, v, 0.0)
-        acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
-        most = higher
+    if p.TMA:
+        whole = tl.maximum(tl.minimum(last, end // p.KEYS), first)
+        page = tl.load(table + first * p.KEYS // p.PAGE, mask=first < whole, other=0)
+        for tile in range(first, whole):
+            loaded = _load_boxes(boxes_of_pages, page, g, tile * p.KEYS % p.PAGE, p)
+            # The number of the next page is on its way while this tile is added.
+            page = tl.load(table + (tile + 1) * p.KEYS // p.PAGE, mask=tile + 1 < whole, other=0)
+            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
+        # The last tile may end in the middle of a page, behind which there may be anything.
+        for tile in tl.range(whole, tl.minimum(last, tl.cdiv(end, p.KEYS)), num_stages=1):
+            row = tile * p.KEYS % p.PAGE
+            page = tl.load(table + tile * p.KEYS // p.PAGE)
+            loaded = _load_boxes(boxes(end - tile * p.KEYS + row, p), page, g, row, p)
+            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
+    else:
+        for tile in range(first, last):
+            loaded = _load_keys(tile, end, table, g, p, dtype)
+            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
     nothing = total == 0
     lse = tl.where(nothing, float("-inf"), (most + tl.log2(total) - SHIFT) * LN2)
     acc /= tl.where(nothing, 1.0, total)[:, None]

@@ -27,7 +27,9 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
-    tiles = attention.tiles_of_all(p)
+    lens = attention.lens_of_all(p)
+    boxes = attention.boxes(p.PAGE, p)  # while lens are on their way
+    tiles = attention.tiles_of_all(lens, p)
     share = attention.share_of(tiles, p)
     units = p.B * p.UNITS
     end = tl.minimum((pid + 1) * share, tl.sum(tiles, 0) * p.UNITS)
@@ -36,7 +38,7 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
             begin, count = attention.tiles_of(unit, tiles, p)
             first = tl.maximum(pid * share - begin, 0)
             last = tl.minimum(end - begin, count)
-            part, lse = attention.attend(unit, first, last, p)
+            part, lse = attention.attend(unit, first, last, boxes, p)
             i = tl.arange(0, p.ROWS)
             _, _, _, number, exists = attention.place_of(unit, i, p)
             if last - first == count:

@@ -116,7 +116,8 @@ def flash_decode(
     block: keys that a program loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used
     at once. warps: of a program. programs: how many, all of which must be resident. Where None, the best that were
     measured. Caches are used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as
-    a transposed view; other tensors of any strides are copied.
+    a transposed view; TMA loads those of bf16 and fp16 where `block` divides a page, and rows are aligned to 16 bytes.
+    Other tensors of any strides are copied.
 
     Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
     rows of them; and a unit's for each program and each unit, see attention.py. nodes, over N nodes of M ranks, keeps
@@ -274,13 +275,15 @@ def _decode(call: Call, fused: bool) -> _Plan:
     parts = _parts(call, (programs + B * G * blocks) * rows * words, room)
     cap = call["soft_cap"]
     numbers = (
-        B, table.shape[1], table.shape[1] * k.shape[1] if k.shape[0] else 0, *k.stride()[:3], *v.stride()[:3], room,
+        B, table.shape[1], k.shape[0], table.shape[1] * k.shape[1] if k.shape[0] else 0,
+        *k.stride()[:3], *v.stride()[:3], room,
         float(D**-0.5 if call["scale"] is None else call["scale"]), float(cap or 1.0),
     )  # fmt: skip
+    tma = _boxed(call)
     constants = (
         triton.next_power_of_2(B), triton.next_power_of_2(SQ), SQ, H, H // G, D, E, k.shape[1],
-        call["v_cache"] is None, *_each_head(call), cap is not None, fused, rows, blocks, G * blocks, call["block"],
-        d1, d2, columns, words,
+        call["v_cache"] is None and columns == d1, *_each_head(call), cap is not None, fused, rows, blocks, G * blocks,
+        call["block"], d1, d2, columns, words, tma,
     )  # fmt: skip
     same = *numbers, *map(tl.constexpr, constants)
 
@@ -290,15 +293,27 @@ def _decode(call: Call, fused: bool) -> _Plan:
             v, v_scale = k, k_scale
         return Decode(q, k, v, table, lens, sinks, out, k_scale, v_scale, lse, parts, flags, memory, *same)
 
-    # A tile's pages come a stage before its keys. Registers are not shared: one program an SM, or two with 4 warps.
-    warps, stages = call["warps"], call["stages"]
-    options = {"num_warps": warps, "num_stages": 2 * stages + 1, "maxnreg": min(255, REGISTERS // (32 * warps))}
+    # Without TMA a tile's pages come a stage before its keys. Registers are not shared: an SM has one program, or two
+    # with 4 warps.
+    warps, stages = call["warps"], call["stages"] + 1 if tma else 2 * call["stages"] + 1
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": min(255, REGISTERS // (32 * warps))}
     start = cooperative_launch(world, decode_kernel, (programs,), **options)
 
     def launch(tensors: Sequence[Any]) -> Any:
         start(argument(tensors, memory), world.device, take, runs)
 
     return _Plan(argument, memory, launch, take)
+
+
+def _boxed(call: Call) -> bool:
+    """Whether TMA can load the tiles: each lies in a page, whose rows begin at multiples of 16 bytes."""
+    caches = [x for x in (call["k_cache"], call["v_cache"]) if x is not None]
+    size = call.dtype.itemsize
+    whole = all(n * size % 16 == 0 for x in caches for n in x.stride()[:3]) and all(
+        x.data_ptr() % 16 == 0 for x in caches
+    )
+    pages, page = caches[0].shape[:2]
+    return whole and size == 2 == caches[0].element_size() and pages > 0 and page % call["block"] == 0
 
 
 def _each_head(call: Call) -> tuple[int, int]:

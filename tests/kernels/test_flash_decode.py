@@ -21,14 +21,14 @@ PAGE, PAGES = 4, 12
 
 def operands(
     seed: int, lens: list[list[list[int]]], heads: int, kv_heads: int, D: int, E: int | None, size: float,
-    pages: int = PAGES, cache: torch.dtype = torch.float32,
+    pages: int = PAGES, cache: torch.dtype = torch.float32, page: int = PAGE,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of all ranks, by name. lens: of each rank (B, SQ); cache: the dtype of keys and values."""
+    """Of all ranks, by name. lens: of each rank (B, SQ); cache: the dtype of keys and values; page: keys of one."""
     make = torch.Generator().manual_seed(seed)
     ranks, B, SQ = len(lens), len(lens[0]), len(lens[0][0])
     q = torch.randn(B, SQ, heads, D, generator=make) * size
-    caches = [torch.randn(pages, PAGE, kv_heads, D, generator=make).to(cache) for _ in range(ranks)]
-    values = [torch.randn(pages, PAGE, kv_heads, E, generator=make).to(cache) for _ in range(ranks)] if E else None
+    caches = [torch.randn(pages, page, kv_heads, D, generator=make).to(cache) for _ in range(ranks)]
+    values = [torch.randn(pages, page, kv_heads, E, generator=make).to(cache) for _ in range(ranks)] if E else None
     tables = [torch.stack([torch.randperm(pages, generator=make) for _ in range(B)]).int() for _ in range(ranks)]
     return {
         "q": [q] * ranks, "k_cache": caches, "v_cache": values, "block_table": tables,
@@ -92,6 +92,25 @@ def test_many_programs_share_a_unit(heads: int, kv_heads: int, tiles: int, progr
         check(world, every, {}, programs=programs)
 
     on_ranks(3, run, sms=programs)
+
+
+@pytest.mark.parametrize(("D", "E"), [(16, 16), (40, 24), (40, None)], ids=["heads", "padded", "latent"])
+def test_pages_of_whole_tiles(D: int, E: int | None) -> None:
+    """TMA loads them. Behind the last key of a sequence a page may hold anything, and so may a page of no sequence."""
+
+    def run(world: Any) -> None:
+        lens = [[[33, 30]], [[63, 64]], [[0, 0]]]
+        every = operands(5, lens, 4, 2, D, E, 1.0, pages=5, page=32)
+        every |= {name: [x.half() for x in every[name]] for name in ("q", "k_cache", "v_cache") if every[name]}
+        for rank, (tokens,) in enumerate(lens):
+            end, table = max(tokens), every["block_table"][rank][0].long()
+            for cache in (every[name][rank] for name in ("k_cache", "v_cache") if every[name]):
+                cache[table[end // 32], end % 32 :] = torch.nan
+                cache[table[end // 32 + 1 :]] = torch.nan
+        for programs in (5, 1):
+            check(world, every, {}, programs=programs, **({} if E else {"v_dim": 16}))
+
+    on_ranks(3, run, sms=5)
 
 
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "one-hot"])

@@ -161,52 +161,68 @@ def boxes(tokens, p):
 
 
 @triton.jit
-def _load_boxes(boxes, page, g, row, p):
-    """A tile of KV head g, from token `row` of a page: keys, in two parts, and values."""
-    keys, others, values = boxes
-    k1 = tl.reshape(keys.load([page, g, row, 0]), (p.KEYS, p.D1))
-    k2 = k1
-    if p.D2:
-        k2 = tl.reshape(others.load([page, g, row, p.D1]), (p.KEYS, p.D2))
-    v = k1
-    if not p.SHARED:
-        v = tl.reshape(values.load([page, g, row, 0]), (p.KEYS, p.COLUMNS))
-    return k1, k2, v
+def _box(descriptor, page, g, row, column, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.reshape(descriptor.load([page, g, row, column]), (KEYS, COLUMNS))
 
 
 @triton.jit
-def _load_keys(tile, end, table, g, p, dtype: tl.constexpr):
-    """The same of a tile that may lie in several pages, without TMA: zeros from key number `end` on."""
-    key = tile * p.KEYS + tl.arange(0, p.KEYS)
-    there = key < end
-    d1 = tl.arange(0, p.D1)
-    page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
-    k_row = p.k_ptr + tl.cast(g, tl.int64) * p.k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
-    # Every number of fp8 is one of fp16 and fp32, too.
-    k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0.0).to(dtype)
+def _rows(ptr, at, there, first, end, COLUMNS: tl.constexpr):
+    """Columns [first, end) of the rows that are there, zeros elsewhere. at: (KEYS,), from ptr to each row."""
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(ptr + at[:, None] + column, mask=there[:, None] & (column < end), other=0.0)
+
+
+@triton.jit
+def _add_boxes(sums, query, tile, boxes, page, g, row, p, SHIFT: tl.constexpr):
+    """`sums` with a tile that begins at key `row` of a page, see `_weigh`."""
+    acc, most, total = sums
+    keys, others, values = boxes
+    k1 = _box(keys, page, g, row, 0, p.KEYS, p.D1)
     k2 = k1
     if p.D2:
-        d2 = p.D1 + tl.arange(0, p.D2)
-        k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0.0).to(dtype)
+        k2 = _box(others, page, g, row, p.D1, p.KEYS, p.D2)
+    weight, old, most, total = _weigh(most, total, query, tile, k1, k2, p, SHIFT)
     v = k1
     if not p.SHARED:
-        e = tl.arange(0, p.COLUMNS)
-        v_row = p.v_ptr + tl.cast(g, tl.int64) * p.v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
-        v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0.0).to(dtype)
+        v = _box(values, page, g, row, 0, p.KEYS, p.COLUMNS)
+    acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+    return acc, most, total
+
+
+@triton.jit
+def _add_rows(sums, query, tile, end, table, g, p, SHIFT: tl.constexpr):
+    """`sums` with a tile that may lie in several pages: with its keys before number `end`."""
+    acc, most, total = sums
+    dtype: tl.constexpr = query[0].dtype
+    key = tile * p.KEYS + tl.arange(0, p.KEYS)
+    there = key < end
+    page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
+    k_ptr = p.k_ptr + tl.cast(g, tl.int64) * p.k_head
+    at = page * p.k_page + key % p.PAGE * p.k_token
+    # Every number of fp8 is one of fp16 and fp32, too.
+    k1 = _rows(k_ptr, at, there, 0, p.D, p.D1).to(dtype)
+    k2 = k1
+    if p.D2:
+        k2 = _rows(k_ptr, at, there, p.D1, p.D, p.D2).to(dtype)
+    weight, old, most, total = _weigh(most, total, query, tile, k1, k2, p, SHIFT)
+    v = k1
+    if not p.SHARED:
+        at = page * p.v_page + key % p.PAGE * p.v_token
+        v = _rows(p.v_ptr + tl.cast(g, tl.int64) * p.v_head, at, there, 0, p.E, p.COLUMNS).to(dtype)
     if dtype != p.k_ptr.dtype.element_ty:
         # The compiler now converts before it stores the operand of tl.dot to shared memory. It would convert behind,
         # where it can load only single bytes of V.
         v = tl.where(end > 0, v, 0.0)
-    return k1, k2, v
+    acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
+    return acc, most, total
 
 
 @triton.jit
-def _add(sums, query, tile, loaded, p, SHIFT: tl.constexpr):
-    """`sums` with a tile's keys: (the weighted sums of values, the greatest score, in powers of two, and the sum of
-    weights), of each row. query: (its first D1 elements, the others, what scores are times, keys that it sees)."""
-    acc, most, total = sums
+def _weigh(most, total, query, tile, k1, k2, p, SHIFT: tl.constexpr):
+    """A tile's keys in the softmax of each row: (their weights, what the sums of before are times, the greatest score
+    so far, in powers of two, the sum of weights). query: (its first D1 elements, the others, what scores are times, how
+    many keys it sees)."""
     q1, q2, scale, seen = query
-    k1, k2, v = loaded
     key = tile * p.KEYS + tl.arange(0, p.KEYS)
     score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if p.D2:
@@ -220,8 +236,7 @@ def _add(sums, query, tile, loaded, p, SHIFT: tl.constexpr):
     base = tl.where(higher == float("-inf"), 0.0, higher)  # or a row that has seen no key were inf - inf
     weight = tl.exp2(score - (base - SHIFT)[:, None])
     old = tl.exp2(most - base)
-    acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
-    return acc, higher, total * old + tl.sum(weight, 1)
+    return weight, old, higher, total * old + tl.sum(weight, 1)
 
 
 @triton.jit
@@ -263,20 +278,20 @@ def attend(unit, first, last, boxes_of_pages, p):
         whole = tl.maximum(tl.minimum(last, end // p.KEYS), first)
         page = tl.load(table + first * p.KEYS // p.PAGE, mask=first < whole, other=0)
         for tile in range(first, whole):
-            loaded = _load_boxes(boxes_of_pages, page, g, tile * p.KEYS % p.PAGE, p)
+            here = page
             # The number of the next page is on its way while this tile is added.
             page = tl.load(table + (tile + 1) * p.KEYS // p.PAGE, mask=tile + 1 < whole, other=0)
-            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
+            row = tile * p.KEYS % p.PAGE
+            acc, most, total = _add_boxes((acc, most, total), query, tile, boxes_of_pages, here, g, row, p, SHIFT)
         # The last tile may end in the middle of a page, behind which there may be anything.
         for tile in tl.range(whole, tl.minimum(last, tl.cdiv(end, p.KEYS)), num_stages=1):
             row = tile * p.KEYS % p.PAGE
             page = tl.load(table + tile * p.KEYS // p.PAGE)
-            loaded = _load_boxes(boxes(end - tile * p.KEYS + row, p), page, g, row, p)
-            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
+            ended = boxes(end - tile * p.KEYS + row, p)
+            acc, most, total = _add_boxes((acc, most, total), query, tile, ended, page, g, row, p, SHIFT)
     else:
         for tile in range(first, last):
-            loaded = _load_keys(tile, end, table, g, p, dtype)
-            acc, most, total = _add((acc, most, total), query, tile, loaded, p, SHIFT)
+            acc, most, total = _add_rows((acc, most, total), query, tile, end, table, g, p, SHIFT)
     nothing = total == 0
     lse = tl.where(nothing, float("-inf"), (most + tl.log2(total) - SHIFT) * LN2)
     acc /= tl.where(nothing, 1.0, total)[:, None]

@@ -81,14 +81,17 @@ def test_lengths_may_change_between_launches(mode: str) -> None:
         assert all(torch.equal(results[0], other) for other in results[1:]), "ranks hold other bits"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "tiles", "programs"), [(2, 1, 20, 20), (64, 1, 10, 10), (256, 4, 9, 10)])
-def test_many_programs_share_a_unit(heads: int, kv_heads: int, tiles: int, programs: int) -> None:
-    """All runs of a row's parts are merged: 16 of one or two, then four of two or three, and then one. On the first
-    rank there are so many tiles of 16 keys, on the others four fewer."""
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "E", "tiles", "programs"),
+    [(2, 1, 16, 20, 20), (2, 1, 128, 12, 12), (2, 1, 128, 70, 70), (256, 4, 16, 9, 10)],
+)
+def test_many_programs_share_a_unit(heads: int, kv_heads: int, E: int, tiles: int, programs: int) -> None:
+    """All runs of a row's parts are merged: 16 of one or two, four of three in two turns, four of 17 in two turns, and
+    one. On the first rank there are so many tiles of 16 keys, on the others four fewer."""
 
     def run(world: Any) -> None:
         lens = [[[16 * tiles]], [[16 * (tiles - 4)]], [[16 * (tiles - 4) + 1]]]
-        every = operands(6, lens, heads, kv_heads, 16, 16, 1.0, pages=4 * tiles)
+        every = operands(6, lens, heads, kv_heads, 16, E, 1.0, pages=4 * tiles)
         check(world, every, {}, programs=programs)
 
     on_ranks(3, run, sms=programs)

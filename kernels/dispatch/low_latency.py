@@ -1,13 +1,15 @@
 """low_latency: one launch, neither barrier nor fence, for some hundred tokens a rank.
 
-    1. Programs count this rank's tokens by expert and by rank, and put the counts to every rank. Each token goes to the
-       ranks of its experts at once, into a place that its source has there, whatever the other ranks send: the rows are
-       not known yet, so each pair of token and expert carries its number among its source's pairs for that expert.
-    2. Every program takes the counts of its experts, and so knows where rows begin. Programs take tokens as they
-       arrive, and store them into their rows. The others of a rank's results follow from the counts.
+    1. Programs count this rank's tokens by expert and by rank, and put the counts to every rank.
+    2. They put each token to the other ranks of its experts at once, into a place that its source has there, whatever
+       the other ranks send: the rows are not known yet, so each pair of token and expert carries its number among its
+       source's pairs for that expert.
+    3. Every program takes the counts of its experts, and so knows where rows begin. Programs copy this rank's own
+       tokens into their rows, then take tokens as they arrive, and store them into theirs. The others of a rank's
+       results follow from the counts.
 
-All of it travels in flagged words, to this rank itself, too. In every launch every rank takes the counts of every rank,
-so that two halves, used in turn, are enough. The results are those of `push`, bit by bit.
+Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
+halves, used in turn, are enough. The results are those of `push`, bit by bit.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ def low_latency_kernel(
     half = words.half_of(m, launch)
     flag = words.flag_of(launch)
     words.put_counts(idx_ptr, half, flag, p, world)
-    for task in range(pid, p.T * p.PARTS, tl.num_programs(0)):
-        _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
+    programs = tl.num_programs(0)
+    if world.size > 1:
+        for task in range(pid, p.T * p.PARTS, programs):
+            _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
     counts = words.take_counts(half, flag, p, world)
@@ -51,12 +55,17 @@ def low_latency_kernel(
     rank = tl.cast(world.rank, tl.int32)
     sent = tl.sum(words.take_sent(half, flag, rank + tl.arange(0, 1), p, world), 0)
     sent = tl.where(fits, sent, 0)
-    for task in range(pid, tl.max(sent, 0) * world.size * p.PARTS, tl.num_programs(0)):
-        source = (rank + task // p.PARTS) % world.size
-        j = task // (p.PARTS * world.size)
-        if j < _of(sent, source):
-            base = starts + words.added(counts, source, world)
-            _place_token(half, flag, base, sent, source, j, task % p.PARTS, to, p, world)
+    OTHERS: tl.constexpr = max(world.size - 1, 1)
+    base = starts + words.added(counts, rank, world)
+    for task in range(pid, p.T * p.PARTS, programs):
+        _place_own(x_ptr, idx_ptr, w_ptr, s_ptr, base, sent, task // p.PARTS, task % p.PARTS, to, p, world)
+    if world.size > 1:
+        for task in range(pid, tl.max(sent, 0) * OTHERS * p.PARTS, programs):
+            source = (rank + 1 + task // p.PARTS % OTHERS) % world.size
+            j = task // (p.PARTS * OTHERS)
+            if j < _of(sent, source):
+                base = starts + words.added(counts, source, world)
+                _place_token(half, flag, base, sent, source, j, task % p.PARTS, to, p, world)
     if pid == 0:
         _tell(total, starts, needed, to, p, world)
     fill(total, starts, sent, to, p, world)
@@ -74,13 +83,13 @@ def _of(numbers, rank):
 
 @triton.jit
 def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
-    """Put a part of token t to the ranks of its experts; part 0 has its pairs, too."""
+    """Put a part of token t to the other ranks of its experts; part 0 has its pairs, too."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)
     chosen, pairs, tokens, goes = _numbers(idx_ptr, t, p, world)
     goes_to = ()
     at = ()
-    for d in tl.static_range(1, world.size + 1):
+    for d in tl.static_range(1, world.size):
         peer = (rank + d) % world.size
         j = _of(tokens, peer)
         goes_to = goes_to + ((_of(goes, peer) > 0) & (j < p.P),)
@@ -92,7 +101,7 @@ def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
         number = tl.sum(tl.where(here, pairs[None, :], 0), 1)
         bits = tl.load(w_ptr + tl.cast(t, tl.int64) * p.K + lane, mask=lane < p.K, other=0).to(tl.int32, bitcast=True)
         owner = choices.owner(expert, p)
-        for d in tl.static_range(1, world.size + 1):
+        for d in tl.static_range(1, world.size):
             peer = (rank + d) % world.size
             first = tl.where(lane < p.K, tl.where(owner == peer, expert - peer * p.OWN, -1), t)
             inside = (lane < p.K + 1) & goes_to[d - 1]
@@ -102,7 +111,7 @@ def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
         x = packing.thirds(x_ptr, word, p.THIRD, word < p.THIRD, p.H, PER)
-        for d in tl.static_range(1, world.size + 1):
+        for d in tl.static_range(1, world.size):
             inside = (word < p.THIRD) & goes_to[d - 1]
             to = at[d - 1] + 4 * (p.K + 1 + word)
             pl.put_flagged(to, x, flag, (rank + d) % world.size, world, mask=inside)
@@ -111,7 +120,7 @@ def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
             word = block * p.BLOCK + tl.arange(0, p.BLOCK)
             own = s_ptr + tl.cast(t, tl.int64) * p.G
             bits = packing.thirds(own, word, p.SCALES, word < p.SCALES, p.G, 1)
-            for d in tl.static_range(1, world.size + 1):
+            for d in tl.static_range(1, world.size):
                 inside = (word < p.SCALES) & goes_to[d - 1]
                 to = at[d - 1] + 4 * (p.K + 1 + p.THIRD + word)
                 pl.put_flagged(to, bits, flag, (rank + d) % world.size, world, mask=inside)
@@ -150,19 +159,10 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
     at = words.of_token(half, source, j, p, world)
     k = tl.arange(0, triton.next_power_of_2(p.K + 1))
     expert, number, bits = pl.take_flagged(at + 4 * k, flag, world, mask=k < p.K + 1)
-    e = tl.arange(0, p.OWN2)
-    begin = tl.sum(tl.where(expert[:, None] == e[None, :], base[None, :], 0), 1)
-    there = (k < p.K) & (expert >= 0)
-    rows = tl.where(there, begin + number, -1)
+    rows = _rows(tl.where(k < p.K, expert, -1), number, base, p)
     if part == 0:
-        slot = _chunk(tl.cdiv(sent, p.CHUNK), j // p.CHUNK, source) * p.CHUNK + j % p.CHUNK
-        tl.store(to.tokens + tl.cast(slot, tl.int64) * p.K + k, rows, mask=k < p.K)
-        tl.store(to.weights + rows, bits.to(tl.float32, bitcast=True), mask=there)
-        of_row = to.source + 3 * tl.cast(rows, tl.int64)
         t = tl.sum(tl.where(k == p.K, expert, 0), 0)
-        tl.store(of_row, source + tl.zeros_like(rows), mask=there)
-        tl.store(of_row + 1, t + tl.zeros_like(rows), mask=there)
-        tl.store(of_row + 2, k, mask=there)
+        _tell_pairs(rows, bits.to(tl.float32, bitcast=True), sent, source, j, t, to, p)
     PER: tl.constexpr = 32 // to.rows.dtype.element_ty.primitive_bitwidth
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
@@ -185,6 +185,59 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
                     out = to.scales + tl.cast(row, tl.int64) * p.G
                     for third in tl.static_range(3):
                         packing.store(out, word + third * p.SCALES, found[third], inside, p.G, 1)
+
+
+@triton.jit
+def _place_own(x_ptr, idx_ptr, w_ptr, s_ptr, base, sent, t, part, to, p, world):
+    """`_place_token` of this rank's own token t, from where it is. base: of this rank."""
+    rank = tl.cast(world.rank, tl.int32)
+    chosen, pairs, tokens, goes = _numbers(idx_ptr, t, p, world)
+    j = _of(tokens, rank)
+    if (_of(goes, rank) > 0) & (j < _of(sent, rank)):  # none are sent where they do not fit
+        k = tl.arange(0, p.K2)
+        rows = _rows(tl.where(choices.owner(chosen, p) == rank, chosen - rank * p.OWN, -1), pairs, base, p)
+        if part == 0:
+            weights = tl.load(w_ptr + tl.cast(t, tl.int64) * p.K + k, mask=k < p.K, other=0)
+            _tell_pairs(rows, weights, sent, rank, j, t, to, p)
+        _copy(x_ptr + tl.cast(t, tl.int64) * p.H, to.rows, rows, part, p.H, p)
+        if p.SCALED:
+            _copy(s_ptr + tl.cast(t, tl.int64) * p.G, to.scales, rows, part, p.G, p)
+
+
+@triton.jit
+def _rows(expert, number, base, p):
+    """The rows of pairs, -1 where `expert`, a number among my experts, is -1. number: of the pair, see `base` of
+    `_place_token`."""
+    e = tl.arange(0, p.OWN2)
+    begin = tl.sum(tl.where(expert[:, None] == e[None, :], base[None, :], 0), 1)
+    return tl.where(expert >= 0, begin + number, -1)
+
+
+@triton.jit
+def _tell_pairs(rows, weights, sent, source, j, t, to, p):
+    """Store whose rows these are: of token t, the j-th from `source`."""
+    k = tl.arange(0, rows.shape[0])
+    slot = _chunk(tl.cdiv(sent, p.CHUNK), j // p.CHUNK, source) * p.CHUNK + j % p.CHUNK
+    tl.store(to.tokens + tl.cast(slot, tl.int64) * p.K + k, rows, mask=k < p.K)
+    tl.store(to.weights + rows, weights, mask=rows >= 0)
+    of_row = to.source + 3 * tl.cast(rows, tl.int64)
+    tl.store(of_row, source + tl.zeros_like(rows), mask=rows >= 0)
+    tl.store(of_row + 1, t + tl.zeros_like(rows), mask=rows >= 0)
+    tl.store(of_row + 2, k, mask=rows >= 0)
+
+
+@triton.jit
+def _copy(from_ptr, to_ptr, rows, part, length, p):
+    """Store a part of what lies at `from_ptr`, `length` elements, into each of `rows` that is one."""
+    WIDE: tl.constexpr = p.LANES * (128 // from_ptr.dtype.element_ty.primitive_bitwidth)  # 16 bytes a thread
+    k = tl.arange(0, rows.shape[0])
+    for start in range(part * WIDE, length, p.PARTS * WIDE):
+        at = start + tl.arange(0, WIDE)
+        found = tl.load(from_ptr + at, mask=at < length)
+        for i in range(p.K):
+            row = tl.sum(tl.where(k == i, rows, 0), 0)
+            if row >= 0:
+                tl.store(to_ptr + tl.cast(row, tl.int64) * length + at, found, mask=at < length)
 
 
 @triton.jit

@@ -174,7 +174,8 @@ def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("size", "K", "tokens", "H"), [(2, 16, (1, 2), 50), (3, 3, (7, 0, 9), 8), (4, 1, (0, 0, 0, 6), 7)]
+    ("size", "K", "tokens", "H"),
+    [(2, 16, (1, 2), 50), (3, 3, (7, 0, 9), 8), (4, 1, (0, 0, 0, 6), 7), (2, 2, (2, 1), 2060), (1, 2, (5,), 6)],
 )
 def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tuple[int, ...], H: int) -> None:
     """One plan, other routings in its launches, at last one that does not fit; combine takes what either form has

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-MAX_D = 128
-"""Of cuDNN: its backward pass takes more on some GPUs only."""
 aten = torch.ops.aten
 
 
@@ -85,9 +83,14 @@ def kernel_for(
     if q.shape[3] % 8:  # torch pads before it calls FlashAttention, and does not say so here
         return None
     described = [_described(q[:, mine], k[:, theirs], v[:, theirs], causal) for mine, theirs, causal in calls]
-    if q.shape[3] <= MAX_D and all(map(can_use_cudnn_attention, described)):
+    if q.shape[3] <= _most_of_cudnn(q) and all(map(can_use_cudnn_attention, described)):
         return CUDNN
     return FLASH if all(map(can_use_flash_attention, described)) else None
+
+
+def _most_of_cudnn(q: torch.Tensor) -> int:
+    """The greatest D of cuDNN's backward pass, which torch may ask about the forward pass alone."""
+    return 256 if q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0) else 128
 
 
 def _described(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SDPAParams:

@@ -22,7 +22,7 @@ WORLDS = [  # of several nodes: those of the cases
     for world in dict.fromkeys((c.ranks, c.node_size) for c in OPERATORS[name].cases if c.arguments.get("mode") == mode)
 ]
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
-SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2200"))  # of all cases together
+SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2220"))  # of all cases together
 LOST_RANKS = 3  # random points at which a rank stops or dies, for each case
 KINDS = ("given", "new", "symmetric")  # of `out`
 every_form = pytest.mark.parametrize(("name", "mode"), FORMS + ACROSS)

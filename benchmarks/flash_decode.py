@@ -13,7 +13,8 @@ programs on an SM.
 The numbers of the caches are half those of float8_e4m3fn. So the fp8 caches, with a scale of 0.5, hold the same keys
 and values as those in bf16, and every variant computes the same.
 
-B 1, heads 96/96: of a sequence 96 query heads and 96 KV heads, of 128 elements.
+B 1, heads 96/96: of a sequence 96 query heads and 96 KV heads, of 128 elements. latent: one KV head of 576 elements,
+whose first 512 are its value, as in multi-head latent attention; torch's attention does not take it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from benchmarks._command import main
 from pkt.kernels.flash_decode import flash_decode
 
 TITLE = "Flash decode, bf16"
-PAGE, D = 64, 128
-SIZES = ((1, 96, 96, 32768), (1, 96, 96, 131072), (1, 64, 8, 131072), (16, 64, 8, 32768), (64, 64, 8, 8192))
+PAGE, D, LATENT = 64, 128, (576, 512)
+SIZES = (
+    (1, 96, 96, 32768), (1, 96, 96, 131072), (1, 64, 8, 131072), (16, 64, 8, 32768), (64, 64, 8, 8192),
+    (1, 8, 1, 65536), (1, 128, 0, 32768), (64, 128, 0, 8192),
+)  # fmt: skip
+"""B, heads, KV heads, 0 of which stand for a latent one, and S."""
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt waits": {"mode": "waits"},
@@ -66,23 +71,23 @@ def variants(device: str, quick: bool) -> list[str]:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    if quick:
-        return {"B 2, heads 4/2, S = 192": {"B": 2, "heads": 4, "kv_heads": 2, "S": 192}}
+    sizes = ((2, 4, 2, 192), (1, 4, 0, 192)) if quick else SIZES
     return {
-        f"B {B}, heads {heads}/{kv}, S = {S}": {"B": B, "heads": heads, "kv_heads": kv, "S": S}
-        for B, heads, kv, S in SIZES
+        f"B {B}, heads {heads}/{kv or 'latent'}, S = {S}": {"B": B, "heads": heads, "kv_heads": kv, "S": S}
+        for B, heads, kv, S in sizes
     }
 
 
 def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
-    size, device = world.size, world.torch_device
+    size, device, latent = world.size, world.torch_device, kv_heads == 0
     n = S // size  # keys of a rank, in whole pages but for the last
     each = -(-n // PAGE)
-    q = normal((B, 1, heads, D), 1, device)
-    shape = B * each, PAGE, kv_heads, D
-    small = [normal(shape, 2 + 2 * world.rank + i, device, 2.0).to(torch.float8_e4m3fn) for i in range(2)]
+    long, wide = LATENT if latent else (D, D)  # elements of a key, and of a value
+    q = normal((B, 1, heads, long), 1, device)
+    shape = B * each, PAGE, max(kv_heads, 1), long
+    small = [normal(shape, 2 + 2 * world.rank + i, device, 2.0).to(torch.float8_e4m3fn) for i in range(2 - latent)]
     half = torch.full((1,), 0.5, dtype=torch.float32, device=device)
-    k, v = (cache.bfloat16() * half.bfloat16() for cache in small)
+    whole = [cache.bfloat16() * half.bfloat16() for cache in small]
     random = torch.Generator(device=device).manual_seed(world.rank)
     table = torch.randperm(B * each, generator=random, device=device).int().view(B, each)
     lens = torch.full((B, 1), n, dtype=torch.int32, device=device)
@@ -92,11 +97,14 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
         if "each" in options:
             given["programs"] = options["each"] * world.num_sms
         if "fp8" in options:
-            given |= {"k_scale": half, "v_scale": half}
-        caches = small if "fp8" in options else (k, v)
-        return lambda: flash_decode(q, *caches, table, lens, world=world, **given)[0]
+            given |= {"k_scale": half} if latent else {"k_scale": half, "v_scale": half}
+        if latent:
+            given["v_dim"] = wide
+        k, v = (*(small if "fp8" in options else whole), None)[:2]
+        return lambda: flash_decode(q, k, v, table, lens, world=world, **given)[0]
 
-    keys, values = (_together(cache, table, n) for cache in (k, v))
+    together = [_together(cache, table, n) for cache in whole]
+    keys, values = together[0], together[-1][..., :wide]
 
     def exact() -> torch.Tensor:
         """From every rank's result over its keys in fp32, a KV head at a time."""
@@ -106,36 +114,37 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
 
     runs = {name: run(options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
     if device.type == "cuda":
-        runs |= _baselines(q, keys, values, size)
+        runs |= {} if latent else _baselines(q, keys, values, size)
         runs |= {name: captured(runs[plain]) for plain, name in CAPTURED.items()}
     return Case(
-        nbytes=4.0 * (size - 1) * B * heads * (D + 1),
-        flops=4.0 * B * heads * n * D,
+        nbytes=4.0 * (size - 1) * B * heads * (wide + 1),
+        flops=2.0 * B * heads * n * (long + wide),
         variants=runs,
         exact=exact,
         scaled=None,
         unchecked=frozenset({"SDPA alone"}),
         optional=frozenset({"pkt nccl", "pkt fp8 cache, nccl"}),
+        skipped={name: "heads of 576 elements" for name in BASELINES if latent and device.type == "cuda"},
     )
 
 
 def _together(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
-    """(B, KV heads, n, D), contiguous."""
+    """(B, KV heads, n, elements of a key), contiguous."""
     B, each = table.shape
-    pages = cache[table.long().flatten()].view(B, each * PAGE, cache.shape[2], D)
+    pages = cache[table.long().flatten()].view(B, each * PAGE, *cache.shape[2:])
     return pages[:, :n].transpose(1, 2).contiguous()
 
 
 def _in_fp32(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (B, 1, heads, D), lse (B, 1, heads)) over these keys."""
-    B, _, heads, _ = q.shape
-    x = q.view(B, keys.shape[1], heads // keys.shape[1], D).float()
+    """(out (B, 1, heads, elements of a value), lse (B, 1, heads)) over these keys."""
+    B, _, heads, long = q.shape
+    x = q.view(B, keys.shape[1], heads // keys.shape[1], long).float()
     outs, sums = [], []
     for head in range(keys.shape[1]):
-        score = x[:, head] @ keys[:, head].float().transpose(1, 2) * D**-0.5
+        score = x[:, head] @ keys[:, head].float().transpose(1, 2) * long**-0.5
         sums.append(torch.logsumexp(score, -1))
         outs.append(torch.softmax(score, -1) @ values[:, head].float())
-    return torch.stack(outs, 1).view(B, 1, heads, D), torch.stack(sums, 1).view(B, 1, heads)
+    return torch.stack(outs, 1).view(B, 1, heads, -1), torch.stack(sums, 1).view(B, 1, heads)
 
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:

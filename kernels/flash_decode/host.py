@@ -499,6 +499,10 @@ OPERATOR = Operator(
             for mode in ("waits", "unfused")
         ),
         Case(sizes=ONE_UNIT, arguments={"mode": "fused"}, ranks=2),
+        Case(  # TMA loads its tiles
+            sizes=ONE_UNIT, arguments={"mode": "fused", "given": ("v_cache",)}, ranks=2, dtype=torch.float16,
+            large=LARGE | {"n": 64, "t": 128},
+        ),
         Case(sizes=ONE_UNIT, arguments={"mode": "waits"}, ranks=2),
         Case(
             sizes=SIZES, arguments={"mode": "nodes", "given": ("v_cache", "sinks")}, ranks=8, node_size=4,

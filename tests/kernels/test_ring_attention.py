@@ -265,6 +265,13 @@ def test_a_gpu_without_a_kernel_for_the_rows_says_so(monkeypatch: pytest.MonkeyP
     assert torch_attention.kernel_for(x, x, x, calls[:2]) is torch_attention.FLASH
 
 
+def test_cudnn_takes_wide_heads_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    q: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
+    for capability, most in (((9, 0), 256), ((8, 0), 128), ((10, 0), 128)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert torch_attention._most_of_cudnn(q) == most
+
+
 def planned(rows: int, size: int = 2, given: dict[str, int] | None = None, **named: Any) -> Call:
     """A call in bf16 with 16 heads and D = 128, of so many rows of each rank."""
     x = torch.empty(1, dtype=torch.bfloat16).expand(1, rows, 16, 128)

@@ -35,7 +35,7 @@ SIZES = (
     (1, 96, 96, 32768), (1, 96, 96, 131072), (1, 64, 8, 131072), (16, 64, 8, 32768), (64, 64, 8, 8192),
     (1, 8, 1, 65536), (1, 128, 0, 32768), (64, 128, 0, 8192),
 )  # fmt: skip
-"""B, heads, KV heads, 0 of which stand for a latent one, and S."""
+"""B, heads, KV heads and S. 0 KV heads stand for one latent head."""
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt waits": {"mode": "waits"},

@@ -137,8 +137,9 @@ def _power_of_two(x):
 
 @triton.jit
 def boxes(tokens, p):
-    """TMA descriptors of tiles: of the first D1 elements of keys, of the D2 others, and of values. Pages end behind so
-    many tokens, and TMA loads zeros from behind them. It takes a microsecond to make them. Without TMA the caches."""
+    """TMA descriptors of tiles: of the first D1 elements of keys, of the D2 others, and of values. Of each page they
+    reach the first `tokens` keys; TMA loads zeros in the place of the others. Making them takes a microsecond. Without
+    TMA these are the caches."""
     keys = p.k_ptr
     others = p.k_ptr
     values = p.v_ptr

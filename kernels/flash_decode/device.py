@@ -12,7 +12,7 @@ from pkt.language import ptx, sync
 from . import attention, merging
 
 FEW = tl.constexpr(2)
-"""Parts of a unit that a thread takes at once: in one flight. Where there are many parts it takes more."""
+"""Parts of a unit that a thread takes at once, in one flight, where there are few."""
 
 
 @triton.jit
@@ -21,9 +21,9 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     part of a unit into this rank's memory. 2. Each program merges the parts of some rows and puts them to the ranks.
     3. Each takes some rows of all ranks, merges them, and stores the result.
 
-    Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. TAKE: rows at a time in 3.
-    In 2 there are RUNS of parts of each row in their place. Without FUSED there is no 3, and the results of 1 and 2 are
-    stored for the other kernels."""
+    Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. Without FUSED there is no
+    3, and the results of 1 and 2 are stored for the other kernels. TAKE: rows that a program merges at a time in 3.
+    RUNS: in 2 it has TAKE // RUNS rows at a time, and merges the parts of each in so many runs side by side."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)

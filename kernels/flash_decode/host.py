@@ -306,14 +306,12 @@ def _decode(call: Call, fused: bool) -> _Plan:
 
 
 def _boxed(call: Call) -> bool:
-    """Whether TMA can load the tiles: each lies in a page, whose rows begin at multiples of 16 bytes."""
+    """Whether TMA can load the tiles: 16-bit elements, each tile in one page, and rows at multiples of 16 bytes."""
     caches = [x for x in (call["k_cache"], call["v_cache"]) if x is not None]
-    size = call.dtype.itemsize
-    whole = all(n * size % 16 == 0 for x in caches for n in x.stride()[:3]) and all(
-        x.data_ptr() % 16 == 0 for x in caches
-    )
     pages, page = caches[0].shape[:2]
-    return whole and size == 2 == caches[0].element_size() and pages > 0 and page % call["block"] == 0
+    if pages == 0 or page % call["block"] or not call.dtype.itemsize == caches[0].element_size() == 2:
+        return False
+    return all(n % 16 == 0 for x in caches for n in (x.data_ptr(), *(2 * stride for stride in x.stride()[:3])))
 
 
 def _each_head(call: Call) -> tuple[int, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pkt
-from pkt.kernels.flash_decode import OPERATOR, flash_decode, reference
+from pkt.kernels.declaration import Call
+from pkt.kernels.flash_decode import OPERATOR, flash_decode, host, reference
 from pkt.kernels.flash_decode.reference import bound
 from pkt.language.inspect import count_markers
 
@@ -114,6 +116,26 @@ def test_pages_of_whole_tiles(D: int, E: int | None) -> None:
             check(world, every, {}, programs=programs, **({} if E else {"v_dim": 16}))
 
     on_ranks(3, run, sms=5)
+
+
+def test_which_caches_tma_loads() -> None:
+    def boxed(k: torch.Tensor, v: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
+        tensors = {"q": torch.empty(1, dtype=dtype), "k_cache": k, "v_cache": v}
+        call = Call("", SimpleNamespace(), tensors, {}, {"block": 32}, None)  # type: ignore[arg-type]
+        return host._boxed(call)
+
+    def cache(page: int = 64, D: int = 16, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> torch.Tensor:
+        return torch.empty(3 * page * 2 * D + offset, dtype=dtype)[offset:].view(3, page, 2, D)
+
+    assert boxed(cache())
+    assert boxed(cache(), cache(D=24))
+    assert boxed(cache().transpose(1, 2).contiguous().transpose(1, 2)), "heads before keys"
+    assert not boxed(cache(), cache(D=20)), "rows of 40 bytes"
+    assert not boxed(cache(), cache(offset=4)), "8 bytes behind a multiple of 16"
+    assert not boxed(cache(page=48)), "a tile in two pages"
+    assert not boxed(cache()[:0]), "no pages"
+    assert not boxed(cache(dtype=torch.float8_e4m3fn))
+    assert not boxed(cache(dtype=torch.float32), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "one-hot"])

@@ -89,9 +89,9 @@ def tiles_of_all(lens, p):
 
 
 @triton.jit
-def share_of(tiles, p):
-    """Tiles that a program takes: the first from 0 on, the second from there on, ..."""
-    return tl.maximum(tl.cdiv(tl.sum(tiles, 0) * p.UNITS, tl.num_programs(0)), 1)
+def share_of(tiles, shares, p):
+    """Tiles in each of so many shares: the first program's are from 0 on, the second one's from there on, ..."""
+    return tl.maximum(tl.cdiv(tl.sum(tiles, 0) * p.UNITS, shares), 1)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     lens = attention.lens_of_all(p)
     boxes = attention.boxes(p.PAGE, p)  # while lens are on their way
     tiles = attention.tiles_of_all(lens, p)
-    share = attention.share_of(tiles, p)
+    share = attention.share_of(tiles, programs, p)
     units = p.B * p.UNITS
     end = tl.minimum((pid + 1) * share, tl.sum(tiles, 0) * p.UNITS)
     if pid * share < end:
@@ -92,6 +92,61 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
         _take_and_store(number, number < rows, launch, p, world, TAKE)
     ptx.cta_barrier()
     pl.epoch(p.flags_ptr, world)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def merge_kernel(p, parts_ptr, shares, world, TOGETHER: tl.constexpr):
+    """Merge this rank's parts of each row, TOGETHER at a time, and put the results to the ranks; then take those of all
+    ranks and merge them. Nobody waits before all its rows are put. For one KV head.
+
+    parts_ptr: fp32 (shares + units, ROWS, E), the parts that programs with so many shares of the tiles have stored:
+    that of share number i of a unit is [i + unit]. Behind it (shares + units, ROWS), their lse."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    launch = sync.peek_epoch(p.flags_ptr)
+    tiles = attention.tiles_of_all(attention.lens_of_all(p), p)
+    share = attention.share_of(tiles, shares, p)
+    of_sequence = p.SQ * p.HEADS
+    parts = shares + p.B * p.UNITS  # in memory
+    for number in range(pid, p.B * of_sequence, programs):
+        row = number % of_sequence
+        unit = number // of_sequence * p.UNITS + row // p.ROWS
+        begin, count = attention.tiles_of(unit, tiles, p)
+        one = begin // share
+        first = (one + unit) * p.ROWS + row % p.ROWS
+        part, lse = _merged(parts_ptr, first, parts, (begin + count - 1) // share - one + 1, p, TOGETHER)
+        number += tl.arange(0, 1)
+        _put(part[None, :], lse + tl.zeros((1,), tl.float32), number, number >= 0, launch, p, world)
+    for number in range(pid, p.B * of_sequence, programs):
+        number += tl.arange(0, 1)
+        _take_and_store(number, number >= 0, launch, p, world, 1)
+    ptx.cta_barrier()
+    pl.epoch(p.flags_ptr, world)
+
+
+@triton.jit
+def _merged(parts_ptr, first, parts, count, p, TOGETHER: tl.constexpr):
+    """(fp32 (COLUMNS,), its lse): `count` parts of a row, from row `first` of all parts on, ROWS apart, merged."""
+    e = tl.arange(0, p.COLUMNS)
+    lses = parts_ptr + tl.cast(parts, tl.int64) * (p.ROWS * p.E)
+    most = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((p.COLUMNS,), tl.float32)
+    for begin in range(0, count, TOGETHER):
+        i = begin + tl.arange(0, TOGETHER)
+        row = first + i * p.ROWS
+        lse = tl.load(lses + row, mask=i < count, other=float("-inf"))
+        inside = (i < count)[:, None] & (e < p.E)[None, :]
+        some = tl.load(parts_ptr + tl.cast(row, tl.int64)[:, None] * p.E + e[None, :], mask=inside, other=0)
+        higher = tl.maximum(most, tl.max(lse, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(lse - base)
+        old = tl.exp(most - base)
+        most = higher
+        total = total * old + tl.sum(weight, 0)
+        acc = acc * old + tl.sum(some * weight[:, None], 0)
+    nothing = total == 0
+    return acc / tl.where(nothing, 1.0, total), tl.where(nothing, float("-inf"), most + tl.log(total))
 
 
 @triton.jit

@@ -26,11 +26,11 @@ from ..declaration import Call, Launch
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_scales import CONSUMERS
+from ..shared.gluon_slots import Slots, open_slots
 from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.grid import num_programs
 from ..shared.products import fitting
 from ..shared.tile_attention import LN2
-from .gluon_slots import Slots, open_slots
 from .gluon_tasks import Job, turn, turns
 from .kernel import Attention, counter, num_pieces
 from .planning import GLUON_ROWS, GLUON_TILES, Plan, documents, sizes

@@ -23,12 +23,12 @@ import pkt.language as pl
 
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
+from ..shared.gluon_slots import clear_behind, open_slots
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import num_places, place_of
 from .gluon import REGISTERS
 from .gluon_dq import rounded, seen_alone, weigh
-from .gluon_slots import clear_behind, open_slots
 from .gluon_tasks import turn, turns
 from .kernel import counter, num_pieces, part, piece
 

@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
+from ..shared.gluon_slots import Slots, open_slots
 from ..shared.gluon_warps import accumulator, half_layout, open_barriers, whole_rows
 from ..shared.tile_attention import LN2
 from .backward import num_places, place_of
 from .gluon import REGISTERS, arrived, fetch
-from .gluon_slots import Slots, open_slots
 from .gluon_tasks import Job, turn, turns
 
 

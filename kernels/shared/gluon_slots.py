@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..shared.gluon_aggregate import aggregate
-from ..shared.gluon_warps import SWIZZLED, half_layout, itemsize, open_barriers, whole_rows
+from .gluon_aggregate import aggregate
+from .gluon_warps import SWIZZLED, half_layout, itemsize, open_barriers, whole_rows
 
 
 @aggregate
@@ -25,6 +25,13 @@ class Slots:
         self.fill(n, x, b, row, column, self.filled(n))
 
     @gluon.jit
+    def acquire(self, n):
+        """The slot of block n, once it is free."""
+        slot = n % self.STAGES
+        mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
+        return self.room.index(slot)
+
+    @gluon.jit
     def filled(self, n):
         """The barrier that lets the slot of block n be taken."""
         return self.full.index(n % self.STAGES)
@@ -32,9 +39,7 @@ class Slots:
     @gluon.jit
     def fill(self, n, x, b, row, column, landed):
         """As `load`, with any barrier. Where it is not `filled`, `keep_first` lets the slot be taken."""
-        slot = n % self.STAGES
-        mbarrier.wait(self.empty.index(slot), ((n // self.STAGES) & 1) ^ 1)
-        room = self.room.index(slot)
+        room = self.acquire(n)
         ROWS: gl.constexpr = room.shape[0]
         COLUMNS: gl.constexpr = room.shape[1]
         mbarrier.expect(landed, ROWS * COLUMNS * itemsize(room.dtype))

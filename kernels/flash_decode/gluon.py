@@ -1,0 +1,458 @@
+"""The kernel of the form "gluon": attention over a latent cache in specialised warps.
+
+A latent cache has one KV head, whose first E elements are the value, too. Of 64 rows the sums are 64 x E numbers, more
+than the registers of a warpgroup hold. So a program has two consumers of four warps, as FlashMLA of DeepSeek has: the
+first one computes scores and softmax, and each multiplies the weights with half the columns of the values. The first
+one hands its weights to the second through shared memory. A loader warp has TMA fill two slots with a tile of keys
+each. A slot has three parts, the halves of the value and the rest of the key, which are filled and freed one by one.
+
+Programs share the tiles as in `attention`. Each stores its part of a unit as rows of E numbers and their lse, for
+`device.merge_kernel`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty
+
+from ..declaration import Call, Launch
+from ..shared import flagged
+from ..shared.gluon_aggregate import aggregate
+from ..shared.gluon_host import CONSUMER_WARPS, descriptor
+from ..shared.gluon_slots import Slots, open_slots
+from ..shared.gluon_warps import SWIZZLED, accumulator, half_layout, itemsize, open_barriers
+from ..shared.grid import num_programs, several
+from ..shared.products import fitting
+from .attention import LN2, LOG2E
+from .device import merge_kernel
+from .planning import OUT, REGISTERS, argument_of, words_of_all
+
+ROWS = gl.constexpr(64)
+"""Of a unit."""
+KEYS = gl.constexpr(64)
+"""Of a tile."""
+STAGES = gl.constexpr(2)
+"""Slots for keys."""
+ROLES = gl.constexpr([208, 64])
+"""A thread of the second consumer and of the loader; the first consumer has what is left."""
+MERGES, TOGETHER = 8, 8
+"""Programs of `device.merge_kernel` on an SM, and parts that one merges at a time."""
+
+
+# ------------------------------------------------------------------------------------------------------------- shares
+@aggregate
+class Share:
+    """The tiles of a program, which are those of `attention.share_of`."""
+
+    sequence: gl.tensor  # where it begins
+    block: gl.tensor  # of rows: the unit is number sequence * BLOCKS + block
+    tile: gl.tensor  # of the unit's
+    count: gl.tensor
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def share_of(p):
+    """This program's share."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    b = gl.arange(0, p.BATCH, layout=gl.SliceLayout(1, LAYOUT))
+    s = gl.arange(0, p.TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    there = (b < p.B)[:, None] & (s < p.SQ)[None, :]
+    lens = gl.load(p.lens_ptr + (b[:, None] * p.SQ + s[None, :]), mask=there, other=0)
+    longest = gl.minimum(gl.maximum(gl.max(lens, 1), 0), p.most)
+    tiles = gl.where(b < p.B, gl.maximum((longest + KEYS - 1) // KEYS, 1), 0)
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tiles = gl.convert_layout(tiles, FLAT)
+    b = gl.arange(0, p.BATCH, layout=FLAT)
+    total = gl.sum(tiles, 0) * p.BLOCKS
+    most = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
+    first = gl.program_id(0) * most
+    sequence = gl.sum((gl.associative_scan(tiles, 0, _add) * p.BLOCKS <= first).to(gl.int32), 0)
+    begin = gl.sum(gl.where(b < sequence, tiles, 0), 0) * p.BLOCKS
+    of_unit = gl.maximum(gl.sum(gl.where(b == sequence, tiles, 0), 0), 1)
+    return Share(sequence, (first - begin) // of_unit, (first - begin) % of_unit, gl.minimum(most, total - first))
+
+
+@aggregate
+class Unit:
+    """What a program does next: tiles of a unit."""
+
+    sequence: gl.tensor
+    block: gl.tensor
+    tile: gl.tensor  # the first
+    left: gl.tensor  # tiles that the program has, of this unit and others
+    keys: gl.tensor  # that the query token sees which sees most
+    least: gl.tensor  # that all query tokens see
+
+    @gluon.jit
+    def end(self):
+        """The number behind the program's last tile of the unit. A unit without keys has a tile that nobody reads."""
+        return gl.minimum(self.tile + self.left, gl.cdiv(self.keys, KEYS))
+
+    @gluon.jit
+    def next(self, p):
+        """The program's next unit, if tiles are left."""
+        count = gl.maximum(gl.cdiv(self.keys, KEYS), 1)
+        block = (self.block + 1) % p.BLOCKS
+        sequence = gl.where(block == 0, self.sequence + 1, self.sequence)
+        return unit_of(sequence, block, gl.cast(0, gl.int32), self.left - (count - self.tile), p)
+
+    @gluon.jit
+    def row(self, p):
+        """The number of its first row among all rows of the result."""
+        return self.sequence * (p.SQ * p.HEADS) + self.block * ROWS
+
+    @gluon.jit
+    def part(self, p):
+        """The number of the program's part of it among all parts, see `device.merge_kernel`."""
+        return gl.program_id(0) + self.sequence * p.BLOCKS + self.block
+
+
+@gluon.jit
+def unit_of(sequence, block, tile, left, p):
+    """The unit of a block of a sequence."""
+    most = 0
+    least = p.most
+    if left > 0:
+        for s in range(p.SQ):
+            seen = gl.load(p.lens_ptr + (sequence * p.SQ + s))
+            most = gl.maximum(most, seen)
+            least = gl.minimum(least, seen)
+    return Unit(sequence, block, tile, left, gl.minimum(most, p.most), least)
+
+
+@gluon.jit
+def first_unit(share, p):
+    """The first unit of a program's share."""
+    return unit_of(share.sequence, share.block, share.tile, share.count, p)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+@aggregate
+class Rows:
+    """Shared memory for rows of queries or keys, cut in three."""
+
+    low: Slots  # the first half of the value's columns
+    high: Slots  # the second half
+    rest: Slots  # the other columns
+
+
+@aggregate
+class Memory:
+    """What the roles share."""
+
+    queries: Rows
+    keys: Rows
+    landed: gl.shared_memory_descriptor  # a barrier: values have come whose last rows are to be cleared
+    weights: gl.shared_memory_descriptor  # (ROWS, KEYS) of the first consumer, for the second one
+    factors: gl.shared_memory_descriptor  # fp32 (ROWS,): what sums so far are to be multiplied with
+    ready: gl.shared_memory_descriptor  # a barrier: both are there
+    taken: gl.shared_memory_descriptor  # a barrier: both have been read
+
+
+@gluon.jit
+def open_memory(dtype, p):
+    """Empty shared memory."""
+    HALF: gl.constexpr = p.E // 2
+    queries = Rows(open_slots(dtype, 1, ROWS, HALF, 1), open_slots(dtype, 1, ROWS, HALF, 1),
+                   open_slots(dtype, 1, ROWS, SWIZZLED, 1))  # fmt: skip
+    # The second consumer alone frees the second half: it has the weights when the first one is done with the scores.
+    keys = Rows(open_slots(dtype, STAGES, KEYS, HALF, 1), open_slots(dtype, STAGES, KEYS, HALF, 1),
+                open_slots(dtype, STAGES, KEYS, SWIZZLED, 1))  # fmt: skip
+    weights = gl.allocate_shared_memory(dtype, [ROWS, KEYS], half_layout(ROWS, KEYS, dtype))
+    factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = open_barriers(1).index(0)
+    return Memory(queries, keys, open_barriers(1).index(0), weights, factors, ready, open_barriers(1).index(0))
+
+
+# ------------------------------------------------------------------------------------------------------------- loader
+@gluon.jit
+def fetch(room, x, at, row, column, landed, place):
+    """Load rows of x from (at, row, column) into a block of rows of `room`, by its number `place`."""
+    BLOCK: gl.constexpr = x.block_shape[1]
+    BLOCKS: gl.constexpr = room.shape[0] // BLOCK
+    PIECES: gl.constexpr = room.shape[1] // SWIZZLED
+    parts = room._reinterpret(room.dtype, [PIECES * BLOCKS, 1, BLOCK, SWIZZLED], x.layout)
+    for i in gl.static_range(PIECES):
+        to = parts.index(i * BLOCKS + place)
+        tma.async_copy_global_to_shared(x, [at, row, column + i * SWIZZLED], landed, to)
+
+
+@gluon.jit
+def load_queries(slots, u, q, row, COLUMN: gl.constexpr):
+    """Load columns of the queries of a program's u-th unit."""
+    room = slots.acquire(u)
+    mbarrier.expect(slots.filled(u), ROWS * room.shape[1] * itemsize(room.dtype))
+    fetch(room, q, 0, row, COLUMN, slots.filled(u), 0)
+
+
+@gluon.jit
+def load_keys(slots, n, k, unit, tile, landed, p, COLUMN: gl.constexpr):
+    """Load columns of a tile, the program's n-th. In the place of keys behind the last one there may be anything."""
+    BLOCK: gl.constexpr = k.block_shape[1]
+    room = slots.acquire(n)
+    mbarrier.expect(landed, KEYS * room.shape[1] * itemsize(room.dtype))
+    table = p.table_ptr + gl.cast(unit.sequence, gl.int64) * p.pages_of
+    for i in gl.static_range(KEYS // BLOCK):
+        key = tile * KEYS + i * BLOCK
+        page = gl.load(table + key // p.PAGE, mask=key < unit.keys, other=0)
+        fetch(room, k, page, key % p.PAGE, COLUMN, landed, i)
+
+
+@gluon.jit
+def load_values(slots, n, k, unit, tile, cleared, memory, p, COLUMN: gl.constexpr):
+    """As `load_keys`, of columns that are values, too: behind the last key they are 0. (How many were cleared.)"""
+    rows = unit.keys - tile * KEYS
+    if rows < KEYS:
+        load_keys(slots, n, k, unit, tile, memory.landed, p, COLUMN)
+        slots.keep_first(n, rows, memory.landed, cleared & 1)
+        cleared += 1
+    else:
+        load_keys(slots, n, k, unit, tile, slots.filled(n), p, COLUMN)
+    return cleared
+
+
+@gluon.jit
+def load(share, q, k, memory, p):
+    """The loader."""
+    HALF: gl.constexpr = p.E // 2
+    u = 0
+    n = 0
+    cleared = 0
+    unit = first_unit(share, p)
+    while unit.left > 0:
+        load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
+        load_queries(memory.queries.low, u, q, unit.row(p), 0)
+        load_queries(memory.queries.high, u, q, unit.row(p), HALF)
+        for tile in range(unit.tile, unit.end()):
+            load_keys(memory.keys.rest, n, k, unit, tile, memory.keys.rest.filled(n), p, p.E)
+            cleared = load_values(memory.keys.low, n, k, unit, tile, cleared, memory, p, 0)
+            cleared = load_values(memory.keys.high, n, k, unit, tile, cleared, memory, p, HALF)
+            n += 1
+        unit = unit.next(p)
+        u += 1
+
+
+# ---------------------------------------------------------------------------------------------------------- consumers
+@gluon.jit
+def begin_scores(u, n, blank, memory):
+    """Begin the scores of the program's n-th tile, in three products."""
+    queries = memory.queries
+    keys = memory.keys
+    scores = warpgroup_mma(queries.rest.take(u), keys.rest.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
+    scores = warpgroup_mma(queries.low.take(u), keys.low.take(n).permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma(queries.high.take(u), keys.high.take(n).permute([1, 0]), scores, is_async=True)
+
+
+@gluon.jit
+def softmax(scores, top, tile, seen, least, scale, p, SHIFT: gl.constexpr):
+    """(greatest score, fp32 weights without it, what the sums so far shrink by), in powers of two."""
+    scores = scores * scale
+    if p.CAPPED:
+        scores = p.cap * LOG2E * (1 - 2 / (1 + gl.exp2(scores * (2 / p.cap))))
+    if (tile + 1) * KEYS > least:
+        key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+        scores = gl.where(key[None, :] < seen[:, None], scores, -float("inf"))
+    higher = gl.maximum(top, gl.max(scores, 1))
+    finite = gl.where(higher == -float("inf"), 0.0, higher)  # no key seen so far
+    return higher, gl.exp2(scores - (finite - SHIFT)[:, None]), gl.exp2(top - finite)
+
+
+@gluon.jit
+def hand_over(h, factors, memory):
+    """Give the second consumer the h-th factors, and what was stored for it since `await_taken`."""
+    memory.factors.store(factors)
+    mbarrier.arrive(memory.ready, count=1)
+
+
+@gluon.jit
+def await_taken(h, memory):
+    """Wait until the second consumer has what came before the h-th factors."""
+    mbarrier.wait(memory.taken, (h & 1) ^ 1)
+
+
+@gluon.jit
+def lead(share, memory, parts_ptr, p):
+    """The first consumer."""
+    HALF: gl.constexpr = p.E // 2
+    DTYPE: gl.constexpr = memory.weights.dtype
+    SHIFT: gl.constexpr = 15 if DTYPE == gl.float16 else 0  # or small weights were 0
+    SCORES: gl.constexpr = accumulator(KEYS, gl.num_warps())
+    SUMS: gl.constexpr = accumulator(HALF, gl.num_warps())
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    scale = p.scale * LOG2E
+    value = 1.0
+    if p.k_scale_ptr is not None:
+        value = gl.load(p.k_scale_ptr)
+        scale *= value
+    blank = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
+    u = 0
+    n = 0  # tiles
+    h = 0  # factors handed over
+    unit = first_unit(share, p)
+    while unit.left > 0:
+        i = unit.block * ROWS + gl.arange(0, ROWS, layout=OF_ROWS)
+        exists = i < p.SQ * p.HEADS
+        seen = gl.load(p.lens_ptr + (unit.sequence * p.SQ + i // p.HEADS), mask=exists, other=0)
+        seen = gl.minimum(seen, p.most)
+        top = gl.full((ROWS,), -float("inf"), gl.float32, OF_ROWS)
+        total = gl.zeros((ROWS,), gl.float32, OF_ROWS)
+        acc = gl.zeros((ROWS, HALF), gl.float32, SUMS)
+        end = unit.end()
+        if unit.tile < end:
+            scores = warpgroup_mma_wait(0, deps=(begin_scores(u, n, blank, memory),))
+            memory.keys.rest.free(n)
+            top, exact, shrink = softmax(scores, top, unit.tile, seen, unit.least, scale, p, SHIFT)
+            total = gl.sum(exact, 1)
+            await_taken(h, memory)
+            memory.weights.store(exact.to(DTYPE))
+            hand_over(h, shrink, memory)
+            h += 1
+            weights = gl.convert_layout(exact.to(DTYPE), WEIGHTS)
+            for tile in range(unit.tile + 1, end):
+                acc = warpgroup_mma(weights, memory.keys.low.take(n), acc, is_async=True)
+                scores = begin_scores(u, n + 1, blank, memory)
+                acc, weights = warpgroup_mma_wait(3, deps=(acc, weights))
+                memory.keys.low.free(n)
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                memory.keys.rest.free(n + 1)
+                top, exact, shrink = softmax(scores, top, tile, seen, unit.least, scale, p, SHIFT)
+                total = total * shrink + gl.sum(exact, 1)
+                await_taken(h, memory)
+                memory.weights.store(exact.to(DTYPE))
+                hand_over(h, shrink, memory)
+                h += 1
+                acc = acc * gl.convert_layout(shrink, OF_SUMS)[:, None]
+                weights = gl.convert_layout(exact.to(DTYPE), WEIGHTS)
+                n += 1
+            acc = warpgroup_mma(weights, memory.keys.low.take(n), acc, is_async=True)
+            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+            memory.keys.low.free(n)
+            n += 1
+        memory.queries.rest.free(u)
+        memory.queries.low.free(u)
+        memory.queries.high.free(u)
+        empty = total == 0.0
+        share_of_row = value / gl.where(empty, 1.0, total)
+        await_taken(h, memory)
+        hand_over(h, share_of_row, memory)
+        h += 1
+        store(acc * gl.convert_layout(share_of_row, OF_SUMS)[:, None], unit, 0, parts_ptr, p)
+        parts = gl.num_programs(0) + p.B * p.BLOCKS
+        lse = gl.where(empty, -float("inf"), (top + gl.log2(total) - SHIFT) * LN2)
+        at = (gl.cast(parts, gl.int64) * p.E + unit.part(p)) * ROWS
+        gl.store(parts_ptr + at + gl.arange(0, ROWS, layout=OF_ROWS), lse, mask=exists)
+        unit = unit.next(p)
+        u += 1
+
+
+@gluon.jit
+def follow(share, memory, parts_ptr, p):
+    """The second consumer."""
+    HALF: gl.constexpr = p.E // 2
+    SUMS: gl.constexpr = accumulator(HALF, gl.num_warps())
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    n = 0
+    h = 0
+    unit = first_unit(share, p)
+    while unit.left > 0:
+        acc = gl.zeros((ROWS, HALF), gl.float32, SUMS)
+        for tile in range(unit.tile, unit.end()):
+            mbarrier.wait(memory.ready, h & 1)
+            weights = memory.weights.load(WEIGHTS)
+            factors = memory.factors.load(OF_SUMS)
+            mbarrier.arrive(memory.taken, count=1)
+            h += 1
+            acc = acc * factors[:, None]
+            acc = warpgroup_mma(weights, memory.keys.high.take(n), acc, is_async=True)
+            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+            memory.keys.high.free(n)
+            n += 1
+        mbarrier.wait(memory.ready, h & 1)
+        factors = memory.factors.load(OF_SUMS)
+        mbarrier.arrive(memory.taken, count=1)
+        h += 1
+        store(acc * factors[:, None], unit, HALF, parts_ptr, p)
+        unit = unit.next(p)
+
+
+@gluon.jit
+def store(sums, unit, COLUMN: gl.constexpr, parts_ptr, p):
+    """Store columns of a program's part of a unit."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    e = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    exists = unit.block * ROWS + i < p.SQ * p.HEADS
+    base = gl.cast(unit.part(p), gl.int64) * (ROWS * p.E)
+    gl.store(parts_ptr + base + (i[:, None] * p.E + e[None, :]), sums, mask=exists[:, None])
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+@gluon.jit
+def gluon_decode_kernel(
+    q,  # (1, B * SQ * HEADS, D), blocks of 1 x ROWS x SWIZZLED
+    k,  # (pages, PAGE, D), blocks of 1 x some of the keys of a page x SWIZZLED
+    parts_ptr,  # fp32 (programs + units, ROWS, E) this rank's, and behind it (programs + units, ROWS) for their lse
+    p,  # Decode of one KV head, without the queries and the cache
+    num_warps: gl.constexpr,
+):
+    """The module's kernel. No program waits for another."""
+    share = share_of(p)
+    memory = open_memory(q.dtype, p)
+    gl.warp_specialize(
+        [
+            (lead, (share, memory, parts_ptr, p)),
+            (follow, (share, memory, parts_ptr, p)),
+            (load, (share, q, k, memory, p)),
+        ],
+        [num_warps, 1],
+        ROLES,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+def planned_latent(call: Call) -> Launch:
+    """The plan of the form, for a cache that TMA can load from. Collective."""
+    world, (B, SQ, H, E), D, page = call.world, call.shape, call["d"], call["n"]
+    units, programs = B * triton.cdiv(SQ * H, ROWS.value), num_programs(call.world, call.world.num_sms)
+    slots, flags, room = flagged.slots_of(world, words_of_all(call))
+    name, size = f"{call.name}.shares", (programs + units) * ROWS.value * (E + 1)
+    parts = world.keep((name, size), lambda: empty(size, dtype=torch.float32, name=name, world=world))
+    argument = argument_of(call, ROWS.value, KEYS.value, tma=True, fused=True, room=room)
+    fit = fitting(call["q"])
+
+    def fitted(q: torch.Tensor) -> torch.Tensor:
+        return (fit(q) if fit else q).view(1, B * SQ * H, D)
+
+    queries = descriptor(fitted(call["q"]), (1, ROWS.value, SWIZZLED.value))
+    keys = descriptor(call["k_cache"][:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
+    attend = cooperative_launch(world, gluon_decode_kernel, (programs,), num_warps=CONSUMER_WARPS)
+    grid = (min(B * SQ * H, several(call, MERGES, world.num_sms)),)
+    merge = cooperative_launch(world, merge_kernel, grid, num_warps=4, maxnreg=REGISTERS // (128 * MERGES))
+
+    def launch(*tensors: Any) -> Any:
+        p = argument(tensors, parts, flags, slots)
+        queries.base, keys.base = fitted(tensors[0]), tensors[1]
+        try:
+            attend(queries, keys, parts, p)
+        finally:
+            queries.base = keys.base = None
+        merge(p, parts, programs, world.device, TOGETHER)
+        return tensors[OUT], tensors[-1]
+
+    return launch

@@ -1,0 +1,118 @@
+"""Rules of flash decode: which form a call takes, and with which settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from ..declaration import Call, integer
+from ..declaration import block as block_size
+from ..shared.gluon_fits import missing_anywhere
+from ..shared.grid import num_programs, several
+
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+"""Of caches, beside q's dtype."""
+LEAST_SIDE = 16
+"""Of an operand of tl.dot."""
+MOST_ROWS, MOST_SUMS = 64, 1 << 14
+"""Of a unit: rows, and rows times columns of a value. With more, the kernel spills registers."""
+MOST_AN_SM = 32
+"""Programs that an SM of sm_90 and sm_100 takes, however small they are."""
+STAGE_BYTES = 32 << 10
+"""Bytes of a cache that a program loads at a time if every query head has its own keys; twice as many otherwise."""
+LATENT, MORE = 512, 64
+"""Of a latent cache that "gluon" takes: elements of a value, and the most by which a key is longer."""
+
+
+def padded(n: int) -> int:
+    """n, rounded up to a side of an operand of tl.dot."""
+    return max(triton.next_power_of_2(n), LEAST_SIDE)
+
+
+def fits_gluon(call: Call) -> str:
+    """Why the form "gluon" cannot run a call; "" where it can."""
+    key, value, page = call["d"], call.shape[-1], call["n"]
+    if call["v_cache"] is not None:
+        return "a v_cache, not keys whose first elements are the values"
+    if call["g"] != 1:
+        return f"{call['g']} KV heads, not 1"
+    if value != LATENT or not LATENT < key <= LATENT + MORE:
+        return f"keys of {key} elements and values of {value}, not of {LATENT + 1} to {LATENT + MORE} and {LATENT}"
+    if call.dtype not in (torch.bfloat16, torch.float16) or call["k_cache"].dtype != call.dtype:
+        return f"q of {call.dtype} and a cache of {call['k_cache'].dtype}, not both of bfloat16 or float16"
+    if page % MORE and page not in (8, 16, 32):
+        return f"pages of {page} keys, not of 8, 16, 32 or a multiple of {MORE}"
+    return missing_anywhere(call.world)
+
+
+def default_form(call: Call) -> str:
+    """gluon where it can run and the caller gives no settings, else fused."""
+    return "gluon" if call.left and not fits_gluon(call) else "fused"
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_1.json`, and for more than 16 rows
+# `flash_decode_tried_1.json`): up to 16 rows that share keys two small programs an SM, for more rows one large one.
+def _alone(call: Call) -> bool:
+    """Whether one row alone attends to a KV head's keys."""
+    return call["s"] * (call["h"] // max(call["g"], 1)) == 1
+
+
+def _small(call: Call) -> bool:
+    """Whether the registers and the shared memory of an SM hold two programs."""
+    return rows_of(call) == LEAST_SIDE and call["d"] <= 256
+
+
+def default_block(call: Call) -> int:
+    """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128. fp8
+    counts as q's dtype, which its numbers have in registers. With 128 keys and more than 16 rows the kernel spills."""
+    D, E = call["d"], 0 if call["v_cache"] is None else call["e"]
+    twice = call["k_cache"].dtype in FP8 if _small(call) else not _alone(call)
+    keys = STAGE_BYTES * (2 if twice else 1) // max((D + E) * call.dtype.itemsize, 1)
+    return min(max(1 << keys.bit_length() - 1, LEAST_SIDE), 128 if rows_of(call) <= LEAST_SIDE else 64)
+
+
+def default_stages(call: Call) -> int:
+    """Loads that are on their way at once."""
+    return 3 if _alone(call) and call["k_cache"].dtype not in FP8 else 2
+
+
+def rows_of(call: Call) -> int:
+    """Rows of a unit."""
+    heads, kv_heads = call["h"], call["g"]
+    most = min(MOST_ROWS, max(MOST_SUMS // padded(call.shape[-1]), LEAST_SIDE))
+    return min(max(triton.next_power_of_2(call["s"] * (heads // max(kv_heads, 1))), LEAST_SIDE), most)
+
+
+def default_warps(call: Call) -> int:
+    """More where rows are long or many, so that they fit into the registers."""
+    return 4 if _small(call) else 8
+
+
+def default_programs(call: Call) -> int:
+    """One an SM, or two small ones on a GPU."""
+    return (2 if call.on_gpu and _small(call) else 1) * num_programs(call.world, call.world.num_sms)
+
+
+def keys_at_a_time(call: Call, name: str, value: Any) -> Any:
+    """The check of the keyword `block`."""
+    block_size(call, name, value)
+    if value is not None and value < LEAST_SIDE:
+        raise call.refuse(name, value, f"at least {LEAST_SIDE}")
+    return value
+
+
+def warps_of(call: Call, name: str, value: Any) -> Any:
+    """The check of the keyword `warps`."""
+    integer()(call, name, value)
+    if value is not None and value not in (1, 2, 4, 8, 16):
+        raise call.refuse(name, value, "1, 2, 4, 8 or 16")
+    return value
+
+
+def resident_programs(call: Call, name: str, value: Any) -> Any:
+    """The check of the keyword `programs`: no more than may run at once. Of large programs fewer fit, as the launch
+    says."""
+    return integer(1, several(call, MOST_AN_SM, call.world.num_sms))(call, name, value)

@@ -66,7 +66,7 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
                 part, lse = _all_parts(at, parts, exists, launch, p, world, MANY, RUNS)
             _report(part, lse, number, exists, launch, p, world)
     EACH: tl.constexpr = (ROWS + TAKE - 1) // TAKE
-    if p.FUSED:
+    if p.FUSED and world.size > 1:
         for task in range(pid, units * EACH, programs):
             i = task % EACH * TAKE + tl.arange(0, TAKE)
             _, _, _, number, exists = attention.place_of(task // EACH, i, p)
@@ -95,58 +95,63 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["shares"])
-def merge_kernel(p, parts_ptr, shares, world, TOGETHER: tl.constexpr):
-    """Merge this rank's parts of each row, TOGETHER at a time, and put the results to the ranks; then take those of all
-    ranks and merge them. Nobody waits before all its rows are put. For one KV head.
+def merge_kernel(p, parts_ptr, shares, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
+    """Merge this rank's parts of all rows and put the results to the ranks; then take those of all ranks and merge them,
+    a row at a time. Nobody waits before all its rows are put. For one KV head.
 
-    parts_ptr: fp32 (shares + units, ROWS, E), the parts that programs with so many shares of the tiles have stored:
-    that of share number i of a unit is [i + unit]. Behind it (shares + units, ROWS), their lse."""
+    parts_ptr: fp32 (shares + units, ROWS, E), parts of units that programs with so many shares of the tiles have
+    stored: of share i and unit u [i + u]. Behind it (shares + units, ROWS), their lse. A program merges the parts of
+    TAKE // RUNS rows at a time, in RUNS runs side by side."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
     tiles = attention.tiles_of_all(attention.lens_of_all(p), p)
     share = attention.share_of(tiles, shares, p)
-    of_sequence = p.SQ * p.HEADS
-    parts = shares + p.B * p.UNITS  # in memory
-    for number in range(pid, p.B * of_sequence, programs):
-        row = number % of_sequence
-        unit = number // of_sequence * p.UNITS + row // p.ROWS
+    AT_ONCE: tl.constexpr = TAKE // RUNS  # rows, which are of one unit
+    EACH: tl.constexpr = (p.SQ * p.HEADS + AT_ONCE - 1) // AT_ONCE  # tasks of a sequence
+    lses_ptr = parts_ptr + tl.cast(shares + p.B * p.UNITS, tl.int64) * (p.ROWS * p.E)
+    for task in range(pid, p.B * EACH, programs):
+        row = task % EACH * AT_ONCE
+        unit = task // EACH * p.UNITS + row // p.ROWS
         begin, count = attention.tiles_of(unit, tiles, p)
         one = begin // share
-        first = (one + unit) * p.ROWS + row % p.ROWS
-        part, lse = _merged(parts_ptr, first, parts, (begin + count - 1) // share - one + 1, p, TOGETHER)
-        number += tl.arange(0, 1)
-        _put(part[None, :], lse + tl.zeros((1,), tl.float32), number, number >= 0, launch, p, world)
-    for number in range(pid, p.B * of_sequence, programs):
-        number += tl.arange(0, 1)
-        _take_and_store(number, number >= 0, launch, p, world, 1)
+        parts = (begin + count - 1) // share - one + 1
+        i = row + tl.arange(0, AT_ONCE)
+        exists = i < p.SQ * p.HEADS
+        first = (one + unit) * p.ROWS + i % p.ROWS
+        part, lse = _merged_rows(parts_ptr, lses_ptr, first, parts, exists, p, RUNS)
+        _report(part, lse, task // EACH * (p.SQ * p.HEADS) + i, exists, launch, p, world)
+    if world.size > 1:
+        for row in range(pid, p.B * p.SQ * p.HEADS, programs):
+            number = row + tl.arange(0, 1)
+            _take_and_store(number, number >= 0, launch, p, world, 1)
     ptx.cta_barrier()
     pl.epoch(p.flags_ptr, world)
 
 
 @triton.jit
-def _merged(parts_ptr, first, parts, count, p, TOGETHER: tl.constexpr):
-    """(fp32 (COLUMNS,), its lse): `count` parts of a row, from row `first` of all parts on, ROWS apart, merged."""
+def _merged_rows(parts_ptr, lses_ptr, first, parts, exists, p, RUNS: tl.constexpr):
+    """(fp32 (rows, COLUMNS), their lse): the parts of some rows, merged. first: (rows,), where the first part of each
+    row is among the rows of all parts; each next one is ROWS further. RUNS: as of `_all_parts`."""
+    ROWS: tl.constexpr = first.shape[0]
+    TOGETHER: tl.constexpr = 2  # parts of a run, in one flight
+    run = tl.arange(0, RUNS)
+    begin = _of_runs(run * parts // RUNS, ROWS, RUNS)
+    end = _of_runs((run + 1) * parts // RUNS, ROWS, RUNS)
+    row = _of_rows(first, RUNS)
+    inside = _of_rows(exists, RUNS)
     e = tl.arange(0, p.COLUMNS)
-    lses = parts_ptr + tl.cast(parts, tl.int64) * (p.ROWS * p.E)
-    most = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    acc = tl.zeros((p.COLUMNS,), tl.float32)
-    for begin in range(0, count, TOGETHER):
-        i = begin + tl.arange(0, TOGETHER)
-        row = first + i * p.ROWS
-        lse = tl.load(lses + row, mask=i < count, other=float("-inf"))
-        inside = (i < count)[:, None] & (e < p.E)[None, :]
-        some = tl.load(parts_ptr + tl.cast(row, tl.int64)[:, None] * p.E + e[None, :], mask=inside, other=0)
-        higher = tl.maximum(most, tl.max(lse, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(lse - base)
-        old = tl.exp(most - base)
-        most = higher
-        total = total * old + tl.sum(weight, 0)
-        acc = acc * old + tl.sum(some * weight[:, None], 0)
-    nothing = total == 0
-    return acc / tl.where(nothing, 1.0, total), tl.where(nothing, float("-inf"), most + tl.log(total))
+    most, total, acc = no_rows(p, ROWS * RUNS)
+    for turn in range(0, tl.cdiv(parts, RUNS), TOGETHER):
+        for j in tl.static_range(TOGETHER):
+            there = inside & (begin + turn + j < end)
+            at = row + (begin + turn + j) * p.ROWS
+            lse = tl.load(lses_ptr + at, mask=there, other=float("-inf"))
+            place = parts_ptr + tl.cast(at, tl.int64)[:, None] * p.E + e[None, :]
+            part = tl.load(place, mask=there[:, None] & (e < p.E)[None, :], other=0)
+            most, total, old, new = merging.weights(most, total, lse)
+            acc = acc * old[:, None] + part * new[:, None]
+    return merging.divided(*merging.joined(acc, most, total, RUNS))
 
 
 @triton.jit
@@ -200,9 +205,13 @@ def _slot(p):
 
 @triton.jit
 def _report(part, lse, number, exists, launch, p, world):
-    """Put this rank's result of some rows to every rank; without FUSED store it."""
+    """Put this rank's result of some rows to every rank, or store it as the operator's, if there is but this rank.
+    Without FUSED store it as this rank's."""
     if p.FUSED:
-        _put(part, lse, number, exists, launch, p, world)
+        if world.size == 1:
+            _finish(part, lse, number, exists, p)
+        else:
+            _put(part, lse, number, exists, launch, p, world)
     else:
         e = tl.arange(0, p.COLUMNS)
         row = p.slots_ptr + tl.cast(number, tl.int64) * (p.E + 1)
@@ -277,6 +286,15 @@ def with_sink(most, total, acc, number, exists, p):
 def _store(merged, number, exists, p):
     acc = merging.sums(merged)
     most, total, acc = with_sink(merged[0], merged[1], acc, number, exists, p)
+    rows, lse = merging.divided(acc, most, total)
+    store_rows(rows, lse, number, exists, p)
+
+
+@triton.jit
+def _finish(part, lse, number, exists, p):
+    """Store rows that are merged but for the sink."""
+    total = tl.where(lse == float("-inf"), 0.0, 1.0)
+    most, total, acc = with_sink(lse, total, part, number, exists, p)
     rows, lse = merging.divided(acc, most, total)
     store_rows(rows, lse, number, exists, p)
 

@@ -41,10 +41,10 @@ KEYS = gl.constexpr(64)
 """Of a tile."""
 STAGES = gl.constexpr(2)
 """Slots for keys."""
-ROLES = gl.constexpr([208, 64])
+ROLES = gl.constexpr([200, 72])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
-MERGES, TOGETHER = 8, 8
-"""Programs of `device.merge_kernel` on an SM, and parts that one merges at a time."""
+MERGES, TAKE = 4, 4
+"""Programs of `device.merge_kernel` on an SM, and rows that one merges at a time, or runs of parts of them."""
 
 
 # ------------------------------------------------------------------------------------------------------------- shares
@@ -72,14 +72,15 @@ def share_of(p):
     there = (b < p.B)[:, None] & (s < p.SQ)[None, :]
     lens = gl.load(p.lens_ptr + (b[:, None] * p.SQ + s[None, :]), mask=there, other=0)
     longest = gl.minimum(gl.maximum(gl.max(lens, 1), 0), p.most)
-    tiles = gl.where(b < p.B, gl.maximum((longest + KEYS - 1) // KEYS, 1), 0)
+    tiles = gl.where(b < p.B, gl.maximum(gl.cdiv(longest, KEYS), 1), 0)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tiles = gl.convert_layout(tiles, FLAT)
     b = gl.arange(0, p.BATCH, layout=FLAT)
     total = gl.sum(tiles, 0) * p.BLOCKS
     most = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
     first = gl.program_id(0) * most
-    sequence = gl.sum((gl.associative_scan(tiles, 0, _add) * p.BLOCKS <= first).to(gl.int32), 0)
+    before = gl.associative_scan(tiles, 0, _add) * p.BLOCKS <= first
+    sequence = gl.sum(gl.where(before, 1, 0), 0)
     begin = gl.sum(gl.where(b < sequence, tiles, 0), 0) * p.BLOCKS
     of_unit = gl.maximum(gl.sum(gl.where(b == sequence, tiles, 0), 0), 1)
     return Share(sequence, (first - begin) // of_unit, (first - begin) % of_unit, gl.minimum(most, total - first))
@@ -192,7 +193,7 @@ def fetch(room, x, at, row, column, landed, place):
 
 @gluon.jit
 def load_queries(slots, u, q, row, COLUMN: gl.constexpr):
-    """Load columns of the queries of a program's u-th unit."""
+    """Load columns of the queries of a unit, the u-th of the program's that have keys."""
     room = slots.acquire(u)
     mbarrier.expect(slots.filled(u), ROWS * room.shape[1] * itemsize(room.dtype))
     fetch(room, q, 0, row, COLUMN, slots.filled(u), 0)
@@ -233,16 +234,17 @@ def load(share, q, k, memory, p):
     cleared = 0
     unit = first_unit(share, p)
     while unit.left > 0:
-        load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
-        load_queries(memory.queries.low, u, q, unit.row(p), 0)
-        load_queries(memory.queries.high, u, q, unit.row(p), HALF)
+        if unit.tile < unit.end():
+            load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
+            load_queries(memory.queries.low, u, q, unit.row(p), 0)
+            load_queries(memory.queries.high, u, q, unit.row(p), HALF)
+            u += 1
         for tile in range(unit.tile, unit.end()):
             load_keys(memory.keys.rest, n, k, unit, tile, memory.keys.rest.filled(n), p, p.E)
             cleared = load_values(memory.keys.low, n, k, unit, tile, cleared, memory, p, 0)
             cleared = load_values(memory.keys.high, n, k, unit, tile, cleared, memory, p, HALF)
             n += 1
         unit = unit.next(p)
-        u += 1
 
 
 # ---------------------------------------------------------------------------------------------------------- consumers
@@ -300,7 +302,7 @@ def lead(share, memory, parts_ptr, p):
         value = gl.load(p.k_scale_ptr)
         scale *= value
     blank = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
-    u = 0
+    u = 0  # units with keys
     n = 0  # tiles
     h = 0  # factors handed over
     unit = first_unit(share, p)
@@ -343,9 +345,10 @@ def lead(share, memory, parts_ptr, p):
             acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             memory.keys.low.free(n)
             n += 1
-        memory.queries.rest.free(u)
-        memory.queries.low.free(u)
-        memory.queries.high.free(u)
+            memory.queries.rest.free(u)
+            memory.queries.low.free(u)
+            memory.queries.high.free(u)
+            u += 1
         empty = total == 0.0
         share_of_row = value / gl.where(empty, 1.0, total)
         await_taken(h, memory)
@@ -357,7 +360,6 @@ def lead(share, memory, parts_ptr, p):
         at = (gl.cast(parts, gl.int64) * p.E + unit.part(p)) * ROWS
         gl.store(parts_ptr + at + gl.arange(0, ROWS, layout=OF_ROWS), lse, mask=exists)
         unit = unit.next(p)
-        u += 1
 
 
 @gluon.jit
@@ -442,7 +444,9 @@ def planned_latent(call: Call) -> Launch:
     queries = descriptor(fitted(call["q"]), (1, ROWS.value, SWIZZLED.value))
     keys = descriptor(call["k_cache"][:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
     attend = cooperative_launch(world, gluon_decode_kernel, (programs,), num_warps=CONSUMER_WARPS)
-    grid = (min(B * SQ * H, several(call, MERGES, world.num_sms)),)
+    merges = several(call, MERGES, world.num_sms)
+    runs = min(TAKE, 1 << max(merges * TAKE // max(B * SQ * H, 1), 1).bit_length() - 1)
+    grid = (max(min(B * SQ * H, merges), 1),)
     merge = cooperative_launch(world, merge_kernel, grid, num_warps=4, maxnreg=REGISTERS // (128 * MERGES))
 
     def launch(*tensors: Any) -> Any:
@@ -452,7 +456,7 @@ def planned_latent(call: Call) -> Launch:
             attend(queries, keys, parts, p)
         finally:
             queries.base = keys.base = None
-        merge(p, parts, programs, world.device, TOGETHER)
+        merge(p, parts, programs, world.device, TAKE, runs)
         return tensors[OUT], tensors[-1]
 
     return launch

@@ -100,7 +100,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
         memory = _results(call, 1)
     units = B * G * triton.cdiv(SQ * (H // G), rows)
     parts = _parts(call, (programs + units) * rows * words_of_row.fn(columns, 1), room)
-    tma = aligned(call) and call["k_cache"].shape[1] % call["block"] == 0
+    tma = _boxed(call)
     same = argument_of(call, rows, call["block"], tma, fused, room)
 
     def argument(tensors: Sequence[Any], memory: torch.Tensor) -> Decode:
@@ -124,6 +124,11 @@ def aligned(call: Call) -> bool:
     if caches[0].shape[0] == 0 or not call.dtype.itemsize == caches[0].element_size() == 2:
         return False
     return all(n % 16 == 0 for x in caches for n in (x.data_ptr(), *(2 * stride for stride in x.stride()[:3])))
+
+
+def _boxed(call: Call) -> bool:
+    """Whether TMA can load the tiles: each lies in one page."""
+    return aligned(call) and call["k_cache"].shape[1] % call["block"] == 0
 
 
 def _each_head(call: Call) -> tuple[int, int]:

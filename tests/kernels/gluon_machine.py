@@ -81,8 +81,14 @@ class Tile:
     def __add__(self, other: Any) -> Tile:
         return Tile(self.data + _data(other))
 
+    __radd__ = __add__
+    __rmul__ = __mul__
+
     def __sub__(self, other: Any) -> Tile:
         return Tile(self.data - _data(other))
+
+    def __rsub__(self, other: float) -> Tile:
+        return Tile(other - self.data)
 
     def __iadd__(self, other: Tile) -> Tile:
         self.data = self.data + other.data
@@ -90,7 +96,7 @@ class Tile:
 
 
 def _data(x: Any) -> Any:
-    return getattr(x, "data", x)
+    return x.data if isinstance(x, Tile) else x
 
 
 def _apart(of_numbers: Callable, of_arrays: Callable) -> Callable:
@@ -204,7 +210,7 @@ class Vector:
         self.data, self.offset = data, offset
 
     def __add__(self, offsets: Any) -> Vector | tuple[np.ndarray, np.ndarray]:
-        if isinstance(offsets, int):
+        if isinstance(offsets, (int, np.integer)):
             return Vector(self.data, self.offset + offsets)
         return self.data, self.offset + offsets
 
@@ -225,9 +231,12 @@ class Symmetric(NamedTuple):
 def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
     if isinstance(pointers, Pointer):
         return int(pointers.counters[pointers.rank][pointers.offset])
+    if isinstance(pointers, Vector):
+        return pointers.data[pointers.offset].item() if mask is None or mask else other
     data, offsets = pointers
     assert (offsets[mask] < len(data)).all()
-    return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))
+    found = np.where(mask, data[np.where(mask, offsets, 0)], other)
+    return found if data.dtype.kind == "i" else Tile(found)
 
 
 def _load_numbers(pointers: Any, mask: Any, other: int) -> Any:
@@ -245,13 +254,24 @@ def _put(pointers: tuple[np.ndarray, np.ndarray], values: Tile, mask: np.ndarray
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, np.ndarray):
-        return Tile(np.where(condition, _data(x), _data(y)))
+        found = np.where(condition, _data(x), _data(y))
+        return found if found.dtype.kind == "i" else Tile(found)
     return x if condition else y
+
+
+def _reduced(reduction: Callable[..., Any]) -> Callable[[Any, int], Any]:
+    """Of a tile a tile, of integers integers."""
+    return lambda x, axis: Tile(reduction(x.data, axis)) if isinstance(x, Tile) else reduction(x, axis)
 
 
 def _exp2(tile: Tile) -> Tile:
     with np.errstate(over="ignore"):  # of values that a mask leaves out
         return Tile(np.exp2(tile.data))
+
+
+def _log2(tile: Tile) -> Tile:
+    with np.errstate(divide="ignore"):  # of a sum of no weights
+        return Tile(np.log2(tile.data))
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -385,17 +405,17 @@ class Machine:
             self.until(lambda: all(child.greenlet.dead for child in children))
 
         gl = SimpleNamespace(
-            constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
+            constexpr=int, int32=int, int64="barriers", float32=float, float16="fp16", static_assert=static_assert,
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=_cdiv, minimum=_minimum, maximum=_maximum, where=_where,
-            max=lambda tile, axis: Tile(tile.data.max(axis)), sum=lambda tile, axis: Tile(tile.data.sum(axis)),
-            exp2=_exp2, log2=lambda tile: Tile(np.log2(tile.data)),
+            max=_reduced(np.max), sum=_reduced(np.sum), associative_scan=lambda x, axis, add: np.cumsum(x, axis),
+            exp2=_exp2, log2=_log2,
             full=lambda shape, value, *_: Tile(np.full(shape, value, np.float32)),
             DotOperandLayout=lambda *_: None,
             cast=lambda x, dtype: x if isinstance(x, np.ndarray) else int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
             NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
-            SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+            SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
             arange=lambda begin, end, layout: np.arange(begin, end), load=_load, store=_put,
             allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
         )  # fmt: skip

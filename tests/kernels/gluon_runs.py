@@ -21,11 +21,13 @@ from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
 warps = pytest.importorskip("pkt.kernels.shared.gluon_warps")
 from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
 from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order  # noqa: E402
+from pkt.kernels.flash_decode import gluon as decode  # noqa: E402
 from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
-from pkt.kernels.ring_attention import exact, gluon_slots, gluon_tasks, sequence  # noqa: E402  # noqa: E402
+from pkt.kernels.ring_attention import exact, gluon_tasks, sequence  # noqa: E402
 from pkt.kernels.ring_attention import gluon as ring  # noqa: E402
 from pkt.kernels.ring_attention import kernel as ring_kernel  # noqa: E402
+from pkt.kernels.shared import gluon_slots  # noqa: E402
 from pkt.kernels.ulysses_attention import gluon as ulysses  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step of B was
@@ -33,7 +35,7 @@ HALF, SWIZZLED = (BM // 2, BN), 2
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
 
 RING = [ring_kernel, gluon_tasks, gluon_slots]
-PARTS = {push: [gluon_order, gluon_keep], ring: RING, ulysses: [*RING, ring]}
+PARTS = {decode: [gluon_slots], push: [gluon_order, gluon_keep], ring: RING, ulysses: [*RING, ring]}
 """More modules of a kernel."""
 PUSH = [warps, *PARTS[push], push]
 Functions = dict[str, Any]

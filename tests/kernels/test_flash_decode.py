@@ -11,7 +11,7 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.flash_decode import OPERATOR, flash_decode, host, reference
+from pkt.kernels.flash_decode import OPERATOR, flash_decode, planning, reference
 from pkt.kernels.flash_decode.reference import bound
 from pkt.language.inspect import count_markers
 
@@ -122,7 +122,7 @@ def test_which_caches_tma_loads() -> None:
     def boxed(k: torch.Tensor, v: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
         tensors = {"q": torch.empty(1, dtype=dtype), "k_cache": k, "v_cache": v}
         call = Call("", SimpleNamespace(), tensors, {}, {"block": 32}, None)  # type: ignore[arg-type]
-        return host._boxed(call)
+        return planning._boxed(call)
 
     def cache(page: int = 64, D: int = 16, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> torch.Tensor:
         return torch.empty(3 * page * 2 * D + offset, dtype=dtype)[offset:].view(3, page, 2, D)

@@ -64,7 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("queries without a key look at none", "blind = (rows <= 0) | (least >= most)", "blind = rows < 0"),
         ("padding sees keys", "gl.where(blind | (position + rows > self.p.length), 0, all_to)", "gl.where(blind, 0, all_to)"),
     ),
-    *of("kernels/ring_attention/gluon_slots.py", "tests/kernels/test_gluon_orders.py -k ring",
+    *of("kernels/shared/gluon_slots.py", "tests/kernels/test_gluon_orders.py -k ring",
         ("a value that has not come is kept", "gl.SliceLayout(1, LAYOUT)) < rows\n", "gl.SliceLayout(1, LAYOUT)) <= rows\n"),
     ),
     *of("kernels/ring_attention/gluon.py", "tests/kernels/test_gluon_orders.py -k ulysses",

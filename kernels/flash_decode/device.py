@@ -96,8 +96,9 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shares"])
 def merge_kernel(p, parts_ptr, shares, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
-    """Merge this rank's parts of all rows and put the results to the ranks; then take those of all ranks and merge them,
-    a row at a time. Nobody waits before all its rows are put. For one KV head.
+    """Merge this rank's parts of all rows and put the results to the ranks; then take those of all ranks and merge
+    them, a row at a time. Nobody waits before all its rows are put. Without FUSED this rank's results are stored. For
+    one KV head.
 
     parts_ptr: fp32 (shares + units, ROWS, E), parts of units that programs with so many shares of the tiles have
     stored: of share i and unit u [i + u]. Behind it (shares + units, ROWS), their lse. A program merges the parts of
@@ -121,7 +122,7 @@ def merge_kernel(p, parts_ptr, shares, world, TAKE: tl.constexpr, RUNS: tl.const
         first = (one + unit) * p.ROWS + i % p.ROWS
         part, lse = _merged_rows(parts_ptr, lses_ptr, first, parts, exists, p, RUNS)
         _report(part, lse, task // EACH * (p.SQ * p.HEADS) + i, exists, launch, p, world)
-    if world.size > 1:
+    if p.FUSED and world.size > 1:
         for row in range(pid, p.B * p.SQ * p.HEADS, programs):
             number = row + tl.arange(0, 1)
             _take_and_store(number, number >= 0, launch, p, world, 1)

@@ -33,7 +33,8 @@ from ..shared.grid import num_programs, several
 from ..shared.products import fitting
 from .attention import LN2, LOG2E
 from .device import merge_kernel
-from .planning import OUT, REGISTERS, argument_of, words_of_all
+from .planning import OUT, REGISTERS, argument_of, by_pkt, gathering, launches, results, words_of_all
+from .rules import in_words
 
 ROWS = gl.constexpr(64)
 """Of a unit."""
@@ -249,13 +250,24 @@ def load(share, q, k, memory, p):
 
 # ---------------------------------------------------------------------------------------------------------- consumers
 @gluon.jit
+def queries_of(slots, u, n):
+    """Columns of the queries of a unit, the u-th of the program's that have keys, for its n-th tile: the same for all
+    of them, but the compiler does not know. It would keep the addresses of all blocks in registers, and spill them."""
+    slots.take(u)
+    return slots.room.index(n >> 30)
+
+
+@gluon.jit
 def begin_scores(u, n, blank, memory):
     """Begin the scores of the program's n-th tile, in three products."""
     queries = memory.queries
     keys = memory.keys
-    scores = warpgroup_mma(queries.rest.take(u), keys.rest.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
-    scores = warpgroup_mma(queries.low.take(u), keys.low.take(n).permute([1, 0]), scores, is_async=True)
-    return warpgroup_mma(queries.high.take(u), keys.high.take(n).permute([1, 0]), scores, is_async=True)
+    rest = queries_of(queries.rest, u, n)
+    scores = warpgroup_mma(rest, keys.rest.take(n).permute([1, 0]), blank, use_acc=False, is_async=True)
+    low = queries_of(queries.low, u, n)
+    scores = warpgroup_mma(low, keys.low.take(n).permute([1, 0]), scores, is_async=True)
+    high = queries_of(queries.high, u, n)
+    return warpgroup_mma(high, keys.high.take(n).permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
@@ -429,34 +441,41 @@ def gluon_decode_kernel(
 
 # --------------------------------------------------------------------------------------------------------------- host
 def planned_latent(call: Call) -> Launch:
-    """The plan of the form, for a cache that TMA can load from. Collective."""
-    world, (B, SQ, H, E), D, page = call.world, call.shape, call["d"], call["n"]
+    """The plan of the form. Collective."""
+    world, (B, SQ, H, E), D, page, fused = call.world, call.shape, call["d"], call["n"], in_words(call)
     units, programs = B * triton.cdiv(SQ * H, ROWS.value), num_programs(call.world, call.world.num_sms)
-    slots, flags, room = flagged.slots_of(world, words_of_all(call))
+    memory, flags, room = (
+        flagged.slots_of(world, words_of_all(call)) if fused else (results(call, 1), launches(call), 0)
+    )
     name, size = f"{call.name}.shares", (programs + units) * ROWS.value * (E + 1)
     parts = world.keep((name, size), lambda: empty(size, dtype=torch.float32, name=name, world=world))
-    argument = argument_of(call, ROWS.value, KEYS.value, tma=True, fused=True, room=room)
+    argument = argument_of(call, ROWS.value, KEYS.value, tma=True, fused=fused, room=room)
     fit = fitting(call["q"])
 
     def fitted(q: torch.Tensor) -> torch.Tensor:
         return (fit(q) if fit else q).view(1, B * SQ * H, D)
 
     queries = descriptor(fitted(call["q"]), (1, ROWS.value, SWIZZLED.value))
-    keys = descriptor(call["k_cache"][:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
+    # Where a rank has no pages nothing is loaded.
+    cache = call["k_cache"] if len(call["k_cache"]) else call["k_cache"].new_empty(1, page, 1, D)
+    keys = descriptor(cache[:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
     attend = cooperative_launch(world, gluon_decode_kernel, (programs,), num_warps=CONSUMER_WARPS)
     merges = several(call, MERGES, world.num_sms)
     runs = min(TAKE, 1 << max(merges * TAKE // max(B * SQ * H, 1), 1).bit_length() - 1)
     grid = (max(min(B * SQ * H, merges), 1),)
     merge = cooperative_launch(world, merge_kernel, grid, num_warps=4, maxnreg=REGISTERS // (128 * MERGES))
+    finish = None if fused else gathering(call, by_pkt, memory, 1)
 
     def launch(*tensors: Any) -> Any:
-        p = argument(tensors, parts, flags, slots)
-        queries.base, keys.base = fitted(tensors[0]), tensors[1]
+        p = argument(tensors, parts, flags, memory)
+        queries.base, keys.base = fitted(tensors[0]), tensors[1] if len(tensors[1]) else cache
         try:
             attend(queries, keys, parts, p)
         finally:
             queries.base = keys.base = None
         merge(p, parts, programs, world.device, TAKE, runs)
+        if finish:
+            finish(lambda memory: argument(tensors, parts, flags, memory))
         return tensors[OUT], tensors[-1]
 
     return launch

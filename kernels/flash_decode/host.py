@@ -7,7 +7,8 @@ same bits. rows = B * SQ * heads.
 fused: one launch and no barrier. Results go in words of data and flag to every rank as soon as they are made:
     6 * (W - 1) * rows * E bytes out of each rank, for E a power of two of at least 16.
 gluon: of latent caches on GPUs with Triton 3.6: attention in specialised warps, see gluon.py, then a kernel that merges
-    its parts, puts the results in these words, and merges rows as they come.
+    its parts and, of few rows, puts the results in these words and merges rows as they come. Behind many rows come
+    an all-gather and a third kernel, as in unfused.
 waits: two launches: a rank's result, and a kernel that puts it to every rank in these words, and merges rows as they
     come: as many bytes, no barrier.
 unfused: three launches: a rank's result, pkt's all-gather, and a kernel that merges: the gathered bytes are
@@ -35,7 +36,7 @@ from ..operator import Operator
 from ..shared import nodes, unfused
 from ..shared.checks import FLOATS
 from ..shared.replays import in_one_call
-from .planning import aligned, by_nccl, by_pkt, gathered, planned_fused, planned_nodes, planned_waits
+from .planning import by_nccl, by_pkt, gathered, planned_fused, planned_nodes, planned_waits
 from .reference import bound, reference
 from .rules import (
     FP8,
@@ -96,7 +97,8 @@ def flash_decode(
 
     mode: a form that the top of kernels/flash_decode/host.py describes. Where None, nodes over nodes, else gluon where
     it can run and no setting is given, else fused. gluon takes bf16 and fp16, no v_cache, one KV head, keys of 513 to
-    576 elements, values of 512, and pages of 8, 16, 32 or a multiple of 64 keys.
+    576 elements, values of 512, pages of 8, 16, 32 or a multiple of 64 keys, and keys at multiples of 16 bytes; a
+    cache that fits must fit on all ranks.
     block: keys that a program loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used
     at once. warps: of a program. programs: how many, all of which must be resident. Where None, the best that were
     measured. Caches are used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as
@@ -159,13 +161,9 @@ def _scale_shape(name: str) -> Callable[[Call], str]:
 
 # -------------------------------------------------------------------------------------------------------- declaration
 def _gluon(call: Call) -> Launch:
-    """On a rank whose cache TMA cannot load from "waits" in its place, which moves the same words."""
-    if aligned(call):
-        from .gluon import planned_latent
+    from .gluon import planned_latent
 
-        return planned_latent(call)
-    call.given |= {name: setting(call) for name, setting in SETTINGS.items()}
-    return planned_waits(call)
+    return planned_latent(call)
 
 
 def _table(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..shared.tile_words import words_of_row
 from .attention import Decode
 from .device import combine_kernel, decode_kernel, exchange_kernel
 from .nodes import launch_over_nodes
-from .rules import LEAST_SIDE, padded, rows_of
+from .rules import LEAST_SIDE, aligned, padded, rows_of
 
 OUT = 6
 """The place of `out` among a call's tensors; the last one is the lse."""
@@ -83,9 +83,19 @@ def argument_of(call: Call, rows: int, keys: int, tma: bool, fused: bool, room: 
     return argument
 
 
+def launches(call: Call) -> SymmetricTensor:
+    """The counter of launches that put nothing."""
+    world, name = call.world, f"{call.name}.launches"
+    return world.keep((call.name, "launches"), lambda: signals(1, name=name, world=world))
+
+
 def words_of_all(call: Call) -> int:
-    """Words of the results of all ranks."""
-    return call.world.size * math.prod(call.shape[:3]) * words_of_row.fn(padded(call.shape[3]), 1)
+    """Words of the results of all ranks; one rank keeps its own out of them."""
+    return (
+        0
+        if call.world.size == 1
+        else call.world.size * math.prod(call.shape[:3]) * words_of_row.fn(padded(call.shape[3]), 1)
+    )
 
 
 def _decode(call: Call, fused: bool) -> _Plan:
@@ -96,8 +106,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     if fused:
         memory, flags, room = flagged.slots_of(world, words_of_all(call))
     else:
-        flags = world.keep((call.name, "launches"), lambda: signals(1, name=f"{call.name}.launches", world=world))
-        memory = _results(call, 1)
+        memory, flags = results(call, 1), launches(call)
     units = B * G * triton.cdiv(SQ * (H // G), rows)
     parts = _parts(call, (programs + units) * rows * words_of_row.fn(columns, 1), room)
     tma = _boxed(call)
@@ -118,17 +127,13 @@ def _decode(call: Call, fused: bool) -> _Plan:
     return _Plan(argument, memory, launch, take)
 
 
-def aligned(call: Call) -> bool:
-    """Whether TMA can load from the caches: keys of 16-bit elements, at multiples of 16 bytes."""
-    caches = [x for x in (call["k_cache"], call["v_cache"]) if x is not None]
-    if caches[0].shape[0] == 0 or not call.dtype.itemsize == caches[0].element_size() == 2:
-        return False
-    return all(n % 16 == 0 for x in caches for n in (x.data_ptr(), *(2 * stride for stride in x.stride()[:3])))
-
-
 def _boxed(call: Call) -> bool:
-    """Whether TMA can load the tiles: each lies in one page."""
-    return aligned(call) and call["k_cache"].shape[1] % call["block"] == 0
+    """Whether TMA can load the tiles: 16-bit elements, each tile in one page."""
+    caches = [x for x in (call["k_cache"], call["v_cache"]) if x is not None]
+    pages, page = caches[0].shape[:2]
+    if pages == 0 or page % call["block"] or not call.dtype.itemsize == caches[0].element_size() == 2:
+        return False
+    return all(map(aligned, caches))
 
 
 def _each_head(call: Call) -> tuple[int, int]:
@@ -147,7 +152,7 @@ def _parts(call: Call, words: int, room: int) -> SymmetricTensor:
     return world.keep((name, size, room), make)
 
 
-def _results(call: Call, ranks: int) -> SymmetricTensor:
+def results(call: Call, ranks: int) -> SymmetricTensor:
     """Rows of so many ranks, each with its lse."""
     world, (*rows, E), name = call.world, call.shape, f"{call.name}.results"
     shape = ranks * math.prod(rows), E + 1
@@ -181,19 +186,34 @@ def planned_waits(call: Call) -> Launch:
     return launch
 
 
-def gathered(make: Callable[[Call, SymmetricTensor, SymmetricTensor], Callable[[], Any]]) -> Callable[[Call], Launch]:
-    """The plans of "unfused" and "nccl". make(call, mine, everybodys) returns what gathers the ranks' results."""
+Gather = Callable[[Call, SymmetricTensor, SymmetricTensor], Callable[[], Any]]
+"""gather(call, mine, everybodys) returns what gathers the ranks' results."""
+
+
+def gathering(call: Call, gather: Gather, mine: SymmetricTensor, take: int) -> Callable[[Callable[..., Decode]], Any]:
+    """finish(argument): gather the ranks' results and merge them, `take` rows in a program. argument(memory): that of
+    the kernels."""
+    everybodys, size = results(call, call.world.size), call.world.size
+    collect = gather(call, mine, everybodys)
+    merge = beside_launch(call.world, combine_kernel, (triton.cdiv(math.prod(call.shape[:3]), take),))
+
+    def finish(argument: Callable[..., Decode]) -> Any:
+        collect()
+        merge(argument(everybodys), size, take)
+
+    return finish
+
+
+def gathered(gather: Gather) -> Callable[[Call], Launch]:
+    """The plans of "unfused" and "nccl"."""
 
     def plan(call: Call) -> Launch:
-        decode, everybodys, size = _decode(call, False), _results(call, call.world.size), call.world.size
-        gather = make(call, decode.memory, everybodys)
-        grid = (triton.cdiv(math.prod(call.shape[:3]), decode.take),)
-        merge = beside_launch(call.world, combine_kernel, grid)
+        decode = _decode(call, False)
+        finish = gathering(call, gather, decode.memory, decode.take)
 
         def launch(*tensors: Any) -> Any:
             decode.launch(tensors)
-            gather()
-            merge(decode.argument(tensors, everybodys), size, decode.take)
+            finish(lambda memory: decode.argument(tensors, memory))
             return tensors[OUT], tensors[-1]
 
         return launch

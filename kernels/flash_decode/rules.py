@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,9 +27,18 @@ LATENT, MORE = 512, 64
 """Of a latent cache that "gluon" takes: elements of a value, and the most by which a key is longer."""
 
 
+FEW = 1 << 19
+"""Elements of results that "gluon" puts in words."""
+
+
 def padded(n: int) -> int:
     """n, rounded up to a side of an operand of tl.dot."""
     return max(triton.next_power_of_2(n), LEAST_SIDE)
+
+
+def aligned(cache: torch.Tensor) -> bool:
+    """Whether the keys of a cache of 16-bit elements lie at multiples of 16 bytes, as TMA demands."""
+    return all(n % 16 == 0 for n in (cache.data_ptr(), *(2 * stride for stride in cache.stride()[:3])))
 
 
 def fits_gluon(call: Call) -> str:
@@ -44,7 +54,14 @@ def fits_gluon(call: Call) -> str:
         return f"q of {call.dtype} and a cache of {call['k_cache'].dtype}, not both of bfloat16 or float16"
     if page % MORE and page not in (8, 16, 32):
         return f"pages of {page} keys, not of 8, 16, 32 or a multiple of {MORE}"
+    if not aligned(call["k_cache"]):
+        return f"keys at {call['k_cache'].data_ptr()} and strides {call['k_cache'].stride()}, not multiples of 16 bytes"
     return missing_anywhere(call.world)
+
+
+def in_words(call: Call) -> bool:
+    """Whether "gluon" puts results in words, as "fused" does, or gathers them, as "unfused" does."""
+    return call.world.size == 1 or math.prod(call.shape) <= FEW
 
 
 def default_form(call: Call) -> str:

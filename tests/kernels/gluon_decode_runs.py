@@ -22,8 +22,8 @@ def run_decode(
     lens: Sequence[Sequence[int]], heads: int, page: int, programs: int, seed: int, launches: int = 2,
     broken: Broken | None = None, stages: int = 2, cap: float | None = None, scale: float | None = None,
 ) -> None:  # fmt: skip
-    """Parts of the attention of sequences whose query tokens see lens[b][s] keys, in pages of `page`: units of ROWS rows
-    and tiles of KEYS keys. What lies behind the keys of a sequence in its pages is NaN, and so are other pages."""
+    """Parts of the attention of sequences whose query tokens see lens[b][s] keys, in pages of `page`: units of ROWS
+    rows and tiles of KEYS keys. Behind the keys of a sequence its pages are NaN, and so are other pages."""
     machine, functions = ready(decode, 1, programs, seed, broken)
     functions |= {"SWIZZLED": PIECE, "ROWS": ROWS, "KEYS": KEYS, "STAGES": stages}  # rows lie as here
     rng, B, SQ = np.random.default_rng(seed), len(lens), len(lens[0])

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from .gluon_backward_runs import run_ring_backward
+from .gluon_decode_runs import run_decode
 from .gluon_heads_runs import run_heads
 from .gluon_runs import SIZES, run_inbox, run_landed, run_push, run_ring, run_two_shot
 from .gluon_ulysses_runs import run_ulysses
@@ -286,3 +287,21 @@ def test_on_eight_ranks():
     run_inbox(8, 8, 8, 8, 2, 0, launches=2)
     run_two_shot(8, 24, 24, 8, 2, 0, launches=2)
     run_landed(8, 24, 24, 8, 2, 0, launches=2)
+
+
+# ------------------------------------------------------------------------------------------------------- flash_decode
+@pytest.mark.parametrize(
+    ("lens", "heads"),
+    [
+        ([[20]], 4),  # a unit
+        ([[70], [5]], 5),  # whose last rows do not exist
+        ([[17], [0], [33]], 6),  # a sequence without keys
+        ([[20, 21], [0, 0], [33, 40], [1, 2]], 3),  # query tokens of a unit see other keys
+        ([[0], [0]], 4),
+    ],
+)
+@pytest.mark.parametrize("page", [4, 8, 24])
+def test_latent_caches(lens, heads, page):
+    """Pages of half a tile, of a tile and of several, shared by few programs and by more than there are tiles."""
+    for seed in range(4):
+        run_decode(lens, heads, page, 1 + 3 * seed, seed, cap=2.0 if seed == 1 else None, scale=0.5 if seed else None)

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from .gluon_backward_runs import run_ring_backward
+from .gluon_decode_runs import run_decode
 from .gluon_heads_runs import run_heads
 from .gluon_machine import Stuck, TooManyArrivals
 from .gluon_runs import (
@@ -55,6 +56,11 @@ def run_small_heads(size, S, N, K, *args, **options):
     run_heads(size, 2, S, K, N, *args, **options)
 
 
+def run_small_decode(size, S, N, K, *args, **options):
+    """run_decode of two sequences with keys and one without, in pages of half a tile."""
+    run_decode([[S + 1], [0], [2 * N]], 6, 4, *args, **options)
+
+
 def goes_wrong(run, seeds, *sizes, **options):
     """Whether a run of two programs gives a wrong result, hangs or breaks an mbarrier, in one of the orders. Any other
     error is one of the test's own."""
@@ -74,6 +80,10 @@ def goes_wrong(run, seeds, *sizes, **options):
 @pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot, run_landed])
 def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
     assert goes_wrong(run, range(6), 3, 16, 16, 16, broken=broken)
+
+
+def test_a_kind_of_wait_that_is_left_out_of_flash_decode_is_found():
+    assert goes_wrong(run_small_decode, range(6), 1, 16, 16, 16, broken=without("mbarrier", "wait"))
 
 
 @pytest.mark.parametrize("broken", [without("pl", "wait"), without("mbarrier", "wait")], ids=["wait", "mbarrier.wait"])
@@ -128,6 +138,7 @@ def skipping(name, attribute, line, seen):
         (run_small_ring, "mbarrier", "wait", 2),
         (run_small_backward, "pl", "wait", 2),
         (run_small_backward, "mbarrier", "wait", 4),
+        (run_small_decode, "mbarrier", "wait", 7),
         (run_small_ulysses, "pl", "wait", 1),
         (run_small_ulysses, "mbarrier", "wait", 2),
     ],

@@ -44,7 +44,7 @@ STAGES = gl.constexpr(2)
 """Slots for keys."""
 ROLES = gl.constexpr([200, 72])
 """A thread of the second consumer and of the loader; the first consumer has what is left."""
-MERGES, TAKE = 4, 4
+MERGES, TAKE = 4, 8
 """Programs of `device.merge_kernel` on an SM, and rows that one merges at a time, or runs of parts of them."""
 
 

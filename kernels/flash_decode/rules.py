@@ -27,8 +27,9 @@ LATENT, MORE = 512, 64
 """Of a latent cache that "gluon" takes: elements of a value, and the most by which a key is longer."""
 
 
-FEW = 1 << 19
-"""Elements of results that "gluon" puts in words."""
+FEW = 1 << 17
+"""Elements of results that "gluon" puts in words. With 4,096 rows on 2 H200 that takes twice as long as an all-gather,
+with 128 rows as long (`flash_decode_gluon_2.json`)."""
 
 
 def padded(n: int) -> int:
@@ -70,8 +71,9 @@ def default_form(call: Call) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
-# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_1.json`, and for more than 16 rows
-# `flash_decode_tried_1.json`): up to 16 rows that share keys two small programs an SM, for more rows one large one.
+# The best of the settings in benchmarks/flash_decode.py on an H200 (`flash_decode_1.json`, for more than 16 rows
+# `flash_decode_tried_1.json`, for latent caches `flash_decode_gluon_2.json`): up to 16 rows that share keys two small
+# programs an SM, for more rows one large one.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
     return call["s"] * (call["h"] // max(call["g"], 1)) == 1
@@ -82,9 +84,18 @@ def _small(call: Call) -> bool:
     return rows_of(call) == LEAST_SIDE and call["d"] <= 256
 
 
+def _latent_fp8(call: Call) -> bool:
+    """Whether the keys are those of a latent cache in fp8, and V needs no loads. On 2 H200 64 of them at a time take a
+    quarter less time than 32, though some numbers that the kernel needs behind its loop are spilled before it."""
+    D, shared = call["d"], call["v_cache"] is None and padded(call.shape[-1]) == 1 << call["d"].bit_length() - 1
+    return shared and 256 < D <= LATENT + MORE and call["k_cache"].dtype in FP8 and call.dtype.itemsize == 2
+
+
 def default_block(call: Call) -> int:
     """Keys whose K and V are as many bytes as a program loads at a time, no less than 16 and no more than 128. fp8
     counts as q's dtype, which its numbers have in registers. With 128 keys and more than 16 rows the kernel spills."""
+    if _latent_fp8(call):
+        return 64
     D, E = call["d"], 0 if call["v_cache"] is None else call["e"]
     twice = call["k_cache"].dtype in FP8 if _small(call) else not _alone(call)
     keys = STAGE_BYTES * (2 if twice else 1) // max((D + E) * call.dtype.itemsize, 1)
@@ -93,7 +104,7 @@ def default_block(call: Call) -> int:
 
 def default_stages(call: Call) -> int:
     """Loads that are on their way at once."""
-    return 3 if _alone(call) and call["k_cache"].dtype not in FP8 else 2
+    return 3 if _latent_fp8(call) or (_alone(call) and call["k_cache"].dtype not in FP8) else 2
 
 
 def rows_of(call: Call) -> int:

@@ -29,7 +29,7 @@ def run_decode(
     rng, B, SQ = np.random.default_rng(seed), len(lens), len(lens[0])
     longest = [max(of) for of in lens]
     pages = [-(-n // page) for n in longest]
-    pages_of, all_pages = max(*pages, 1) + 1, sum(pages) + 2
+    pages_of, all_pages = max(*pages, 1), sum(pages) + 2
     blocks = -(-SQ * heads // ROWS)
     numbers = rng.permutation(all_pages)
     tables, caches, queries, stored = [], [], [], []

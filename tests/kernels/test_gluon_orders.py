@@ -297,6 +297,7 @@ def test_on_eight_ranks():
         ([[70], [5]], 5),  # whose last rows do not exist
         ([[17], [0], [33]], 6),  # a sequence without keys
         ([[20, 21], [0, 0], [33, 40], [1, 2]], 3),  # query tokens of a unit see other keys
+        ([[0, 9], [7, 0]], 3),  # one of them none
         ([[0], [0]], 4),
     ],
 )

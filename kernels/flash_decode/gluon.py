@@ -5,6 +5,7 @@ than the registers of a warpgroup hold. So a program has two consumers of four w
 first one computes scores and softmax, and each multiplies the weights with half the columns of the values. The first
 one hands its weights to the second through shared memory. A loader warp has TMA fill two slots with a tile of keys
 each. A slot has three parts, the halves of the value and the rest of the key, which are filled and freed one by one.
+Keys in fp8 are loaded by four warps, which put them into the slots in the dtype of the queries.
 
 Programs share the tiles as in `attention`. Each stores its part of a unit as rows of E numbers and their lse, for
 `device.merge_kernel`.
@@ -18,7 +19,13 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty
@@ -28,13 +35,13 @@ from ..shared import flagged
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor
 from ..shared.gluon_slots import Slots, open_slots
-from ..shared.gluon_warps import SWIZZLED, accumulator, half_layout, itemsize, open_barriers
+from ..shared.gluon_warps import SWIZZLED, accumulator, half_layout, itemsize, open_barriers, whole_rows
 from ..shared.grid import num_programs, several
 from ..shared.products import fitting
 from .attention import LN2, LOG2E
 from .device import merge_kernel
 from .planning import OUT, REGISTERS, argument_of, by_pkt, gathering, launches, results, words_of_all
-from .rules import in_words
+from .rules import FP8, in_words
 
 ROWS = gl.constexpr(64)
 """Of a unit."""
@@ -42,8 +49,8 @@ KEYS = gl.constexpr(64)
 """Of a tile."""
 STAGES = gl.constexpr(2)
 """Slots for keys."""
-ROLES = gl.constexpr([200, 72])
-"""A thread of the second consumer and of the loader; the first consumer has what is left."""
+LOADING, CONVERTING = gl.constexpr([200, 72]), gl.constexpr([176, 96])
+"""Registers of a thread of the second consumer and of the loader; the first consumer has what is left."""
 MERGES, TAKE = 4, 8
 """Programs of `device.merge_kernel` on an SM, and rows that one merges at a time, or runs of parts of them."""
 
@@ -248,6 +255,54 @@ def load(share, q, k, memory, p):
         unit = unit.next(p)
 
 
+# ---------------------------------------------------------------------------------------------------------- converter
+@gluon.jit
+def fp8_columns(unit, tile, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, p):
+    """Columns of a tile of a cache in fp8, each thread 16 bytes of a row at a time; 0 behind the last key and the last
+    column."""
+    LAYOUT: gl.constexpr = whole_rows(COLUMNS, gl.int8, gl.num_warps())
+    key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    column = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    table = p.table_ptr + gl.cast(unit.sequence, gl.int64) * p.pages_of
+    page = gl.load(table + key // p.PAGE, mask=key < unit.keys, other=0)
+    at = gl.cast(page, gl.int64) * p.k_page + key % p.PAGE * p.k_token
+    inside = (key < unit.keys)[:, None] & (column < p.D)[None, :]
+    return gl.load(p.k_ptr + (at[:, None] + column[None, :]), mask=inside, other=0.0)
+
+
+@gluon.jit
+def put(slots, n, columns):
+    """Put columns of a tile, the program's n-th, in the dtype of the queries."""
+    room = slots.acquire(n)
+    room.store(columns.to(room.dtype))
+    fence_async_shared()
+    mbarrier.arrive(slots.filled(n), count=1)
+
+
+@gluon.jit
+def convert(share, q, memory, p):
+    """The loader of a cache in fp8."""
+    HALF: gl.constexpr = p.E // 2
+    u = 0
+    n = 0
+    unit = first_unit(share, p)
+    while unit.left > 0:
+        if unit.tile < unit.end():
+            load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
+            load_queries(memory.queries.low, u, q, unit.row(p), 0)
+            load_queries(memory.queries.high, u, q, unit.row(p), HALF)
+            u += 1
+        for tile in range(unit.tile, unit.end()):
+            rest = fp8_columns(unit, tile, p.E, SWIZZLED, p)
+            low = fp8_columns(unit, tile, 0, HALF, p)
+            high = fp8_columns(unit, tile, HALF, HALF, p)
+            put(memory.keys.rest, n, rest)
+            put(memory.keys.low, n, low)
+            put(memory.keys.high, n, high)
+            n += 1
+        unit = unit.next(p)
+
+
 # ---------------------------------------------------------------------------------------------------------- consumers
 @gluon.jit
 def queries_of(slots, u, n):
@@ -420,7 +475,7 @@ def store(sums, unit, COLUMN: gl.constexpr, parts_ptr, p):
 @gluon.jit
 def gluon_decode_kernel(
     q,  # (1, B * SQ * HEADS, D), blocks of 1 x ROWS x SWIZZLED
-    k,  # (pages, PAGE, D), blocks of 1 x some of the keys of a page x SWIZZLED
+    k,  # (pages, PAGE, D), blocks of 1 x some of the keys of a page x SWIZZLED; None where p.k_ptr is of fp8
     parts_ptr,  # fp32 (programs + units, ROWS, E) this rank's, and behind it (programs + units, ROWS) for their lse
     p,  # Decode of one KV head, without the queries and the cache
     num_warps: gl.constexpr,
@@ -428,15 +483,26 @@ def gluon_decode_kernel(
     """The module's kernel. No program waits for another."""
     share = share_of(p)
     memory = open_memory(q.dtype, p)
-    gl.warp_specialize(
-        [
-            (lead, (share, memory, parts_ptr, p)),
-            (follow, (share, memory, parts_ptr, p)),
-            (load, (share, q, k, memory, p)),
-        ],
-        [num_warps, 1],
-        ROLES,
-    )
+    if k is None:
+        gl.warp_specialize(
+            [
+                (lead, (share, memory, parts_ptr, p)),
+                (follow, (share, memory, parts_ptr, p)),
+                (convert, (share, q, memory, p)),
+            ],
+            [num_warps, num_warps],
+            CONVERTING,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (lead, (share, memory, parts_ptr, p)),
+                (follow, (share, memory, parts_ptr, p)),
+                (load, (share, q, k, memory, p)),
+            ],
+            [num_warps, 1],
+            LOADING,
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -449,7 +515,8 @@ def planned_latent(call: Call) -> Launch:
     )
     name, size = f"{call.name}.shares", (programs + units) * ROWS.value * (E + 1)
     parts = world.keep((name, size), lambda: empty(size, dtype=torch.float32, name=name, world=world))
-    argument = argument_of(call, ROWS.value, KEYS.value, tma=True, fused=fused, room=room)
+    fp8 = call["k_cache"].dtype in FP8
+    argument = argument_of(call, ROWS.value, KEYS.value, tma=not fp8, fused=fused, room=room)
     fit = fitting(call["q"])
 
     def fitted(q: torch.Tensor) -> torch.Tensor:
@@ -458,7 +525,7 @@ def planned_latent(call: Call) -> Launch:
     queries = descriptor(fitted(call["q"]), (1, ROWS.value, SWIZZLED.value))
     # Where a rank has no pages nothing is loaded.
     cache = call["k_cache"] if len(call["k_cache"]) else call["k_cache"].new_empty(1, page, 1, D)
-    keys = descriptor(cache[:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
+    keys = None if fp8 else descriptor(cache[:, :, 0], (1, min(page, KEYS.value), SWIZZLED.value))
     attend = cooperative_launch(world, gluon_decode_kernel, (programs,), num_warps=CONSUMER_WARPS)
     merges = several(call, MERGES, world.num_sms)
     runs = min(TAKE, 1 << max(merges * TAKE // max(B * SQ * H, 1), 1).bit_length() - 1)
@@ -468,11 +535,15 @@ def planned_latent(call: Call) -> Launch:
 
     def launch(*tensors: Any) -> Any:
         p = argument(tensors, parts, flags, memory)
-        queries.base, keys.base = fitted(tensors[0]), tensors[1] if len(tensors[1]) else cache
+        queries.base = fitted(tensors[0])
+        if keys:
+            keys.base = tensors[1] if len(tensors[1]) else cache
         try:
             attend(queries, keys, parts, p)
         finally:
-            queries.base = keys.base = None
+            queries.base = None
+            if keys:
+                keys.base = None
         merge(p, parts, programs, world.device, TAKE, runs)
         if finish:
             finish(lambda memory: argument(tensors, parts, flags, memory))

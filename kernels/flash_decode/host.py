@@ -96,9 +96,9 @@ def flash_decode(
     the call ends, and the same bits on every rank.
 
     mode: a form that the top of kernels/flash_decode/host.py describes. Where None, nodes over nodes, else gluon where
-    it can run and no setting is given, else fused. gluon takes bf16 and fp16, no v_cache, one KV head, keys of 513 to
-    576 elements, values of 512, pages of 8, 16, 32 or a multiple of 64 keys, and keys at multiples of 16 bytes; a
-    cache that fits must fit on all ranks.
+    it can run and no setting is given, else fused. gluon takes q in bf16 and fp16, no v_cache, one KV head, keys of
+    513 to 576 elements and values of 512. A cache of q's dtype needs pages of 8, 16, 32 or a multiple of 64 keys, and
+    keys at multiples of 16 bytes, on all ranks or on none.
     block: keys that a program loads at a time, a power of two of at least 16. stages: so many blocks are loaded or used
     at once. warps: of a program. programs: how many, all of which must be resident. Where None, the best that were
     measured. Caches are used where they are, in any strides of pages, keys and heads, so (pages, KV heads, page, D) as

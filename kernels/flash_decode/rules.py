@@ -51,12 +51,14 @@ def fits_gluon(call: Call) -> str:
         return f"{call['g']} KV heads, not 1"
     if value != LATENT or not LATENT < key <= LATENT + MORE:
         return f"keys of {key} elements and values of {value}, not of {LATENT + 1} to {LATENT + MORE} and {LATENT}"
-    if call.dtype not in (torch.bfloat16, torch.float16) or call["k_cache"].dtype != call.dtype:
-        return f"q of {call.dtype} and a cache of {call['k_cache'].dtype}, not both of bfloat16 or float16"
-    if page % MORE and page not in (8, 16, 32):
-        return f"pages of {page} keys, not of 8, 16, 32 or a multiple of {MORE}"
-    if not aligned(call["k_cache"]):
-        return f"keys at {call['k_cache'].data_ptr()} and strides {call['k_cache'].stride()}, not multiples of 16 bytes"
+    cache = call["k_cache"]
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"q of {call.dtype}, not bfloat16 or float16"
+    if cache.dtype not in FP8:  # TMA loads it
+        if page % MORE and page not in (8, 16, 32):
+            return f"pages of {page} keys, not of 8, 16, 32 or a multiple of {MORE}"
+        if not aligned(cache):
+            return f"keys at {cache.data_ptr()} and strides {cache.stride()}, not multiples of 16 bytes"
     return missing_anywhere(call.world)
 
 

@@ -21,9 +21,11 @@ D, E = 3 * PIECE, 2 * PIECE
 def run_decode(
     lens: Sequence[Sequence[int]], heads: int, page: int, programs: int, seed: int, launches: int = 2,
     broken: Broken | None = None, stages: int = 2, cap: float | None = None, scale: float | None = None,
+    fp8: bool = False,
 ) -> None:  # fmt: skip
     """Parts of the attention of sequences whose query tokens see lens[b][s] keys, in pages of `page`: units of ROWS
-    rows and tiles of KEYS keys. Behind the keys of a sequence its pages are NaN, and so are other pages."""
+    rows and tiles of KEYS keys. Behind the keys of a sequence its pages are NaN, and so are other pages. fp8: the
+    loader reads keys by their addresses."""
     machine, functions = ready(decode, 1, programs, seed, broken)
     functions |= {"SWIZZLED": PIECE, "ROWS": ROWS, "KEYS": KEYS, "STAGES": stages}  # rows lie as here
     rng, B, SQ = np.random.default_rng(seed), len(lens), len(lens[0])
@@ -49,15 +51,18 @@ def run_decode(
         stored.append(poison((programs + B * blocks) * ROWS * (E + 1)))
 
     def launch(e: int) -> Callable[[int], None]:
-        numbers = {"B": B, "pages_of": pages_of, "most": pages_of * page, "scale": D**-0.5, "cap": cap or 1.0}
+        numbers = {"B": B, "k_page": page * D, "k_token": D, "scale": D**-0.5, "cap": cap or 1.0}
+        numbers |= {"pages_of": pages_of, "most": pages_of * page}
         constants = {"SQ": SQ, "HEADS": heads, "D": D, "E": E, "PAGE": page, "BLOCKS": blocks, "BATCH": B, "TOKENS": SQ}
         pointers = {"lens_ptr": flat(np.array(lens)), "table_ptr": flat(tables[e])}
+        if fp8:
+            pointers["k_ptr"] = flat(caches[e])
         if scale is not None:
             pointers["k_scale_ptr"] = flat(np.array([scale], np.float32))
         p = Decode(**{
             **dict.fromkeys(Decode._fields), **pointers, **numbers, **constants, "CAPPED": cap is not None,
         })  # fmt: skip
-        q, k = Descriptor(queries[e], 1, ROWS, PIECE), Descriptor(caches[e], 1, min(page, KEYS), PIECE)
+        q, k = Descriptor(queries[e], 1, ROWS, PIECE), None if fp8 else Descriptor(caches[e], 1, min(page, KEYS), PIECE)
         return lambda program: functions["gluon_decode_kernel"](q, k, flat(stored[e]), p, 4)
 
     machine.run([[launch(e) for e in range(launches)]])

@@ -405,7 +405,8 @@ class Machine:
             self.until(lambda: all(child.greenlet.dead for child in children))
 
         gl = SimpleNamespace(
-            constexpr=int, int32=int, int64="barriers", float32=float, float16="fp16", static_assert=static_assert,
+            constexpr=int, int32=int, int64="barriers", int8="bytes", float32=float, float16="fp16",
+            static_assert=static_assert,
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=_cdiv, minimum=_minimum, maximum=_maximum, where=_where,
             max=_reduced(np.max), sum=_reduced(np.sum), associative_scan=lambda x, axis, add: np.cumsum(x, axis),

@@ -30,8 +30,10 @@ from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 D, E, B, PAGES = 576, 512, 3, 40
 
 
-def compiled(dtype: torch.dtype, heads: int, tokens: int, page: int, capped: bool, scaled: bool) -> Any:
-    """The kernel for B sequences."""
+def compiled(
+    dtype: torch.dtype, heads: int, tokens: int, page: int, capped: bool, scaled: bool, cache: str | None = None
+) -> Any:
+    """The kernel for B sequences. cache: its dtype, if it is of fp8."""
     blocks = triton.cdiv(tokens * heads, 64)
     constants = {"BATCH": 4, "TOKENS": 2, "SQ": tokens, "HEADS": heads, "D": D, "E": E, "PAGE": page, "CAPPED": capped,
                  "BLOCKS": blocks}  # fmt: skip
@@ -42,7 +44,11 @@ def compiled(dtype: torch.dtype, heads: int, tokens: int, page: int, capped: boo
         **dict.fromkeys(Decode._fields), **pointers, **numbers, **{n: tl.constexpr(x) for n, x in constants.items()},
     })  # fmt: skip
     queries = descriptor(torch.empty(1, B * tokens * heads, D, dtype=dtype, device="meta"), (1, 64, 64))
-    keys = descriptor(torch.empty(PAGES, page, D, dtype=dtype, device="meta"), (1, min(page, 64), 64))
+    keys = None
+    if cache:
+        p = p._replace(k_ptr=Pointer(cache), k_page=page * D, k_token=D)
+    else:
+        keys = descriptor(torch.empty(PAGES, page, D, dtype=dtype, device="meta"), (1, min(page, 64), 64))
     return compile_only(gluon.gluon_decode_kernel, queries, keys, Pointer("fp32"), p, num_warps=4, grid=(132,))
 
 
@@ -68,6 +74,26 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
     consumers = [i for i, event in enumerate(events) if event.startswith("HGMMA")]
     for first, last in ((consumers[0], consumers[3]), (consumers[4], consumers[-1])):
         assert "STL" not in events[first : last + 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache", "page", "capped"), [(torch.bfloat16, "fp8e4nv", 64, False), (torch.float16, "fp8e5", 24, True)]
+)
+def test_a_cache_in_fp8_is_loaded_at_once(
+    tmp_path: Path, dtype: torch.dtype, cache: str, page: int, capped: bool
+) -> None:
+    """A thread of the loader has all that it loads of a tile on its way, 16 bytes at a time, before it converts."""
+    kernel = compiled(dtype, 128, 1, page, capped, True, cache)
+    usage, code = resources(kernel, tmp_path), sass(kernel, tmp_path)
+    assert kernel.metadata.num_warps == 12
+    assert kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
+    assert usage["STACK"] <= 16
+    events = re.findall(r"LDG\.E\.128|F2FP\.F16\.E\dM\d\.UNPACK|\bST[LS]\.128|\bSTL\b|HGMMA\.64x\d+", code)
+    stores = events.index("STS.128")
+    assert events[:stores].count("LDG.E.128") == events.count("LDG.E.128") == 64 * D // (128 * 16)
+    assert events.count("STS.128") >= 2 * 64 * D // (128 * 16)
+    products = [i for i, event in enumerate(events) if event.startswith("HGMMA")]
+    assert len(products) == 3 * 4 + 2 * 36
 
 
 # --------------------------------------------------------------------------------------------- the plan of the form
@@ -104,9 +130,13 @@ def with_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         start = cooperative_launch(world, plain_decode_kernel, grid)
 
         def launch(queries: Any, keys: Any, parts: Any, p: Decode) -> None:
-            assert keys.base.data_ptr() == p.k_ptr.data_ptr() or len(p.k_ptr) == 0
             assert torch.equal(queries.base.flatten(), p.q_ptr.flatten())
-            started.append((queries.block_shape, keys.block_shape, keys.shape, keys.strides))
+            if keys is None:
+                assert p.k_ptr.dtype == torch.float8_e4m3fn
+                started.append((queries.block_shape,))
+            else:
+                assert keys.base.data_ptr() == p.k_ptr.data_ptr() or len(p.k_ptr) == 0
+                started.append((queries.block_shape, keys.block_shape, keys.shape, keys.strides))
             start(parts, p)
 
         return launch
@@ -159,6 +189,29 @@ def test_the_plan_of_the_form(
     assert len(started) == 2 * 2 * size
 
 
+@pytest.mark.parametrize("few", [1 << 19, 0], ids=["in words", "gathered"])
+def test_the_plan_with_a_cache_in_fp8(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages of any size, on a rank of none."""
+    monkeypatch.setattr(rules, "FEW", few)
+    started = with_plain_kernel(monkeypatch)
+
+    def run(world: Any) -> None:
+        every = tensors(world.rank, 3, 16, 24, [[60], [96]], torch.bfloat16)
+        every["k_cache"] = [x.to(torch.float8_e4m3fn) for x in every["k_cache"]]
+        every["k_scale"] = [torch.tensor([0.5 + rank]) for rank in range(3)]
+        every["k_cache"][2], every["seq_lens"][2] = every["k_cache"][2][:0], torch.zeros(2, 1, dtype=torch.int32)
+        mine = {name: x[world.rank] if x else None for name, x in every.items()}
+        found = flash_decode(**mine, v_dim=E, mode="gluon")
+        exact = reference(world.rank, **every, v_dim=E)
+        for result, right, limit in zip(
+            found, exact, bound(world.rank, torch.bfloat16, 1, **every, v_dim=E), strict=True
+        ):
+            assert ((result == right) | ((result.double() - right).abs() <= limit)).all()
+
+    on_ranks(3, run, sms=2)
+    assert started == 3 * [([1, 64, 64],)]
+
+
 def test_a_rank_may_have_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     started = with_plain_kernel(monkeypatch)
 
@@ -190,14 +243,18 @@ def test_which_calls_the_form_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         made.sizes, made.shape = {"d": key, "g": heads, "n": page}, (1, 1, 16, value)
         return made
 
-    for fits in (call(), call(dtype=torch.float16), call(520), call(page=8), call(page=32), call(page=192)):
+    fp8 = torch.float8_e4m3fn
+    for fits in (
+        call(), call(dtype=torch.float16), call(520), call(page=8), call(page=32), call(page=192), call(cache=fp8),
+        call(cache=torch.float8_e5m2, page=48),
+    ):  # fmt: skip
         assert rules.fits_gluon(fits) == ""
         assert rules.default_form(fits) == "gluon"
     assert rules.default_form(call(block=32)) == "fused"
     for unfit, words in (
         (call(E), "keys of 512"), (call(640), "keys of 640"), (call(value=256), "values of 256"),
         (call(heads=2), "2 KV heads"), (call(page=48), "pages of 48"), (call(page=4), "pages of 4"),
-        (call(dtype=torch.float32), "float32"), (call(cache=torch.float8_e4m3fn), "float8"),
+        (call(dtype=torch.float32), "float32"), (call(dtype=torch.float32, cache=fp8), "float32"),
         (call(v=torch.empty(1, device="meta")), "a v_cache"),
     ):  # fmt: skip
         assert words in rules.fits_gluon(unfit)

@@ -303,6 +303,9 @@ def test_on_eight_ranks():
 )
 @pytest.mark.parametrize("page", [4, 8, 24])
 def test_latent_caches(lens, heads, page):
-    """Pages of half a tile, of a tile and of several, shared by few programs and by more than there are tiles."""
+    """Pages of half a tile, of a tile and of several, shared by few programs and by more than there are tiles. In fp8
+    pages may have any number of keys."""
     for seed in range(4):
-        run_decode(lens, heads, page, 1 + 3 * seed, seed, cap=2.0 if seed == 1 else None, scale=0.5 if seed else None)
+        changed = {"cap": 2.0 if seed == 1 else None, "scale": 0.5 if seed else None}
+        run_decode(lens, heads, page, 1 + 3 * seed, seed, **changed)
+        run_decode(lens, heads, page - seed % 2, 1 + 2 * seed, seed, **changed, fp8=True)

@@ -61,6 +61,11 @@ def run_small_decode(size, S, N, K, *args, **options):
     run_decode([[S + 1], [0], [2 * N]], 6, 4, *args, **options)
 
 
+def run_small_fp8(*args, **options):
+    """run_small_decode of keys in fp8."""
+    run_small_decode(*args, **options, fp8=True)
+
+
 def goes_wrong(run, seeds, *sizes, **options):
     """Whether a run of two programs gives a wrong result, hangs or breaks an mbarrier, in one of the orders. Any other
     error is one of the test's own."""
@@ -139,6 +144,7 @@ def skipping(name, attribute, line, seen):
         (run_small_backward, "pl", "wait", 2),
         (run_small_backward, "mbarrier", "wait", 4),
         (run_small_decode, "mbarrier", "wait", 7),
+        (run_small_fp8, "mbarrier", "wait", 6),
         (run_small_ulysses, "pl", "wait", 1),
         (run_small_ulysses, "mbarrier", "wait", 2),
     ],

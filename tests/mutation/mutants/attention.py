@@ -58,6 +58,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the second consumer's sums do not shrink", "acc = acc * factors[:, None]\n            acc", "acc"),
         ("a program takes tiles that it has not", "self.left - (count - self.tile)", "self.left - count + self.tile + 1"),
         ("only the first block of rows is shared out", "total = gl.sum(tiles, 0) * p.BLOCKS", "total = gl.sum(tiles, 0)"),
+        ("keys in fp8 behind the last one are kept", "inside = (key < unit.keys)[:, None] &", "inside = (key >= 0)[:, None] &"),
+        ("keys in fp8 lie in one page", "page = gl.load(table + key // p.PAGE", "page = gl.load(table + 0 * key"),
         ("a row without keys is no number", 'finite = gl.where(higher == -float("inf"), 0.0, higher)', "finite = higher"),
     ),
     *of("kernels/flash_decode/device.py", "tests/kernels/test_gluon_flash_decode.py -k plan",

@@ -49,6 +49,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt 64 keys, 3 stages, 2 an SM": {"block": 64, "stages": 3, "each": 2},
     "pkt 32 keys, 5 stages, 2 an SM": {"block": 32, "stages": 5, "each": 2},
     "pkt fp8 cache": {"fp8": True},
+    "pkt fp8 cache, fused": {"fp8": True, "mode": "fused"},
     "pkt fp8 cache, waits": {"fp8": True, "mode": "waits"},
     "pkt fp8 cache, unfused": {"fp8": True, "mode": "unfused"},
     "pkt fp8 cache, nccl": {"fp8": True, "mode": "nccl"},
@@ -132,7 +133,7 @@ def case(world: Any, B: int, heads: int, kv_heads: int, S: int) -> Case:
 def _skipped(latent: bool) -> dict[str, str]:
     """Why variants are left out."""
     if not latent:
-        return {"pkt fused": "the default"}
+        return dict.fromkeys(("pkt fused", "pkt fp8 cache, fused"), "the default")
     large = [name for name, options in PLAIN.items() if options.get("block") == 128 or "each" in options]
     return dict.fromkeys(BASELINES, "heads of 576 elements") | dict.fromkeys(large, "too large for an SM")
 

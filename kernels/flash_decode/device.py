@@ -86,10 +86,11 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
     for task in range(pid, tl.cdiv(rows, TAKE), programs):
         number = task * TAKE + tl.arange(0, TAKE)
         part, lse = load_rows(results_ptr + tl.cast(number, tl.int64) * (p.E + 1), number < rows, p)
-        _put(part, lse, number, number < rows, launch, p, world)
-    for task in range(pid, tl.cdiv(rows, TAKE), programs):
-        number = task * TAKE + tl.arange(0, TAKE)
-        _take_and_store(number, number < rows, launch, p, world, TAKE)
+        _send(part, lse, number, number < rows, launch, p, world)
+    if world.size > 1:
+        for task in range(pid, tl.cdiv(rows, TAKE), programs):
+            number = task * TAKE + tl.arange(0, TAKE)
+            _take_and_store(number, number < rows, launch, p, world, TAKE)
     ptx.cta_barrier()
     pl.epoch(p.flags_ptr, world)
 
@@ -206,13 +207,9 @@ def _slot(p):
 
 @triton.jit
 def _report(part, lse, number, exists, launch, p, world):
-    """Put this rank's result of some rows to every rank, or store it as the operator's, if there is but this rank.
-    Without FUSED store it as this rank's."""
+    """Send this rank's result of some rows; without FUSED store it."""
     if p.FUSED:
-        if world.size == 1:
-            _finish(part, lse, number, exists, p)
-        else:
-            _put(part, lse, number, exists, launch, p, world)
+        _send(part, lse, number, exists, launch, p, world)
     else:
         e = tl.arange(0, p.COLUMNS)
         row = p.slots_ptr + tl.cast(number, tl.int64) * (p.E + 1)
@@ -221,12 +218,15 @@ def _report(part, lse, number, exists, launch, p, world):
 
 
 @triton.jit
-def _put(part, lse, number, exists, launch, p, world):
-    """Put this rank's result of some rows to every rank, itself too."""
-    rank = tl.cast(world.rank, tl.int32)
-    at = _half(launch, p) + rank * _slot(p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
-    for d in tl.static_range(1, world.size + 1):
-        merging.put(at, part, lse, exists, launch, (rank + d) % world.size, world)
+def _send(part, lse, number, exists, launch, p, world):
+    """Put this rank's result of some rows to every rank, itself too. One rank stores it as the operator's."""
+    if world.size == 1:
+        _finish(part, lse, number, exists, p)
+    else:
+        rank = tl.cast(world.rank, tl.int32)
+        at = _half(launch, p) + rank * _slot(p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
+        for d in tl.static_range(1, world.size + 1):
+            merging.put(at, part, lse, exists, launch, (rank + d) % world.size, world)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import pkt
 from pkt.kernels.declaration import Call
 from pkt.kernels.flash_decode import OPERATOR, flash_decode, planning, reference, rules
 from pkt.kernels.flash_decode.reference import bound
+from pkt.kernels.shared import flagged
 from pkt.language.inspect import count_markers
 
 from .helpers import on_ranks
@@ -64,6 +65,22 @@ LENGTHS = [
         [[48, 48], [1, 2]],
     ],  # below 0 is 0, and beyond the pages all that they hold
 ]
+
+
+@pytest.mark.parametrize("mode", ["fused", "waits", "unfused"])
+def test_one_rank_keeps_no_words(mode: str) -> None:
+    """Its results go where they belong, with the sink, and it has no memory to exchange them in."""
+
+    def run(world: Any) -> None:
+        every = operands(8, [[[40, 41], [0, 0], [9, 9]]], 40, 1, 16, 16, 1.0)
+        every["sinks"] = [torch.linspace(-1, 1, 40)]
+        for programs in (1, 4):
+            check(world, every, {}, mode=mode, programs=programs)
+        words = flagged.slots_of(world, 0)[2]
+        assert words == flagged.LEAST_ROOM
+        assert words < 3 * 2 * 40 * 6 * world.size  # of this call, if it put any
+
+    on_ranks(1, run, sms=4)
 
 
 @pytest.mark.parametrize("mode", ["fused", "waits", "unfused"])

@@ -200,11 +200,22 @@ def fetch(room, x, at, row, column, landed, place):
 
 
 @gluon.jit
-def load_queries(slots, u, q, row, COLUMN: gl.constexpr):
-    """Load columns of the queries of a unit, the u-th of the program's that have keys."""
+def load_rows(slots, u, q, row, COLUMN: gl.constexpr):
+    """Load columns of the queries from a row on, the u-th time."""
     room = slots.acquire(u)
     mbarrier.expect(slots.filled(u), ROWS * room.shape[1] * itemsize(room.dtype))
     fetch(room, q, 0, row, COLUMN, slots.filled(u), 0)
+
+
+@gluon.jit
+def load_queries(u, q, unit, memory, p):
+    """Load the queries of a unit, if it has keys; u units of the program had. (How many have now.)"""
+    if unit.tile < unit.end():
+        load_rows(memory.queries.rest, u, q, unit.row(p), p.E)
+        load_rows(memory.queries.low, u, q, unit.row(p), 0)
+        load_rows(memory.queries.high, u, q, unit.row(p), p.E // 2)
+        u += 1
+    return u
 
 
 @gluon.jit
@@ -242,11 +253,7 @@ def load(share, q, k, memory, p):
     cleared = 0
     unit = first_unit(share, p)
     while unit.left > 0:
-        if unit.tile < unit.end():
-            load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
-            load_queries(memory.queries.low, u, q, unit.row(p), 0)
-            load_queries(memory.queries.high, u, q, unit.row(p), HALF)
-            u += 1
+        u = load_queries(u, q, unit, memory, p)
         for tile in range(unit.tile, unit.end()):
             load_keys(memory.keys.rest, n, k, unit, tile, memory.keys.rest.filled(n), p, p.E)
             cleared = load_values(memory.keys.low, n, k, unit, tile, cleared, memory, p, 0)
@@ -287,11 +294,7 @@ def convert(share, q, memory, p):
     n = 0
     unit = first_unit(share, p)
     while unit.left > 0:
-        if unit.tile < unit.end():
-            load_queries(memory.queries.rest, u, q, unit.row(p), p.E)
-            load_queries(memory.queries.low, u, q, unit.row(p), 0)
-            load_queries(memory.queries.high, u, q, unit.row(p), HALF)
-            u += 1
+        u = load_queries(u, q, unit, memory, p)
         for tile in range(unit.tile, unit.end()):
             rest = fp8_columns(unit, tile, p.E, SWIZZLED, p)
             low = fp8_columns(unit, tile, 0, HALF, p)

@@ -259,6 +259,9 @@ def test_which_calls_the_form_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         assert words in rules.fits_gluon(unfit)
         assert rules.default_form(unfit) == "fused"
+    nothing = call()
+    nothing.shape = 0, 1, 16, E
+    assert "no queries" in rules.fits_gluon(nothing)
     odd = call()
     odd.tensors["k_cache"] = torch.empty(4, 64, 1, D + 1, dtype=torch.bfloat16)[..., :D]
     assert "strides" in rules.fits_gluon(odd)

@@ -73,6 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("results of many rows are not gathered", "    if finish:\n            finish", "    if False:\n            finish"),
     ),
     *of("kernels/flash_decode/rules.py", "tests/kernels/test_gluon_flash_decode.py -k which_calls",
+        ("an empty batch is loaded by TMA", "if not math.prod(call.shape):", "if False:"),
         ("values may be loaded apart", 'if call["v_cache"] is not None:', "if False:"),
         ("keys of every length", "or not LATENT < key <= LATENT + MORE", ""),
         ("pages of every size", "if page % MORE and page not in (8, 16, 32):", "if False:"),

@@ -22,7 +22,8 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     3. Each takes some rows of all ranks, merges them, and stores the result.
 
     Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. Without FUSED there is no
-    3, and the results of 1 and 2 are stored for the other kernels. TAKE: rows that a program merges at a time in 3.
+    3, and the results of 1 and 2 are stored for the other kernels. On one rank there is no 3, and they are stored as
+    the operator's. TAKE: rows that a program merges at a time in 3.
     RUNS: in 2 it has TAKE // RUNS rows at a time, and merges the parts of each in so many runs side by side."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -97,13 +98,13 @@ def exchange_kernel(p, results_ptr, world, TAKE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shares"])
 def merge_kernel(p, parts_ptr, shares, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
-    """Merge this rank's parts of all rows and put the results to the ranks; then take those of all ranks and merge
-    them, a row at a time. Nobody waits before all its rows are put. Without FUSED this rank's results are stored. For
-    one KV head.
+    """Merge this rank's parts of all rows and put the results to the ranks. Then take those of all ranks and merge
+    them, a row at a time. Nobody waits before all its rows are put. Without FUSED, and on one rank, the results are
+    stored instead. There is one KV head.
 
-    parts_ptr: fp32 (shares + units, ROWS, E), parts of units that programs with so many shares of the tiles have
-    stored: of share i and unit u [i + u]. Behind it (shares + units, ROWS), their lse. A program merges the parts of
-    TAKE // RUNS rows at a time, in RUNS runs side by side."""
+    parts_ptr: fp32 (shares + units, ROWS, E): [i + u] is the part of unit u that program i of `shares` has stored.
+    Behind it (shares + units, ROWS): their lse. A program merges the parts of TAKE // RUNS rows at a time, in RUNS runs
+    side by side."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)

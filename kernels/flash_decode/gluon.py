@@ -102,8 +102,8 @@ class Unit:
     block: gl.tensor
     tile: gl.tensor  # the first
     left: gl.tensor  # tiles that the program has, of this unit and others
-    keys: gl.tensor  # that the query token sees which sees most
-    least: gl.tensor  # that all query tokens see
+    keys: gl.tensor  # the most that a query token of the sequence sees
+    least: gl.tensor  # the fewest that one sees
 
     @gluon.jit
     def end(self):
@@ -209,7 +209,7 @@ def load_rows(slots, u, q, row, COLUMN: gl.constexpr):
 
 @gluon.jit
 def load_queries(u, q, unit, memory, p):
-    """Load the queries of a unit, if it has keys; u units of the program had. (How many have now.)"""
+    """Load the queries of a unit, if it has keys. u: units with keys that the program had. (u, and this one.)"""
     if unit.tile < unit.end():
         load_rows(memory.queries.rest, u, q, unit.row(p), p.E)
         load_rows(memory.queries.low, u, q, unit.row(p), 0)
@@ -309,8 +309,9 @@ def convert(share, q, memory, p):
 # ---------------------------------------------------------------------------------------------------------- consumers
 @gluon.jit
 def queries_of(slots, u, n):
-    """Columns of the queries of a unit, the u-th of the program's that have keys, for its n-th tile: the same for all
-    of them, but the compiler does not know. It would keep the addresses of all blocks in registers, and spill them."""
+    """Columns of the queries of a unit, the u-th of the program's that have keys, for its n-th tile. They are the same
+    for all tiles, but the index hides that from the compiler, which would keep the addresses of all blocks in registers
+    and spill them."""
     slots.take(u)
     return slots.room.index(n >> 30)
 
@@ -480,7 +481,7 @@ def gluon_decode_kernel(
     q,  # (1, B * SQ * HEADS, D), blocks of 1 x ROWS x SWIZZLED
     k,  # (pages, PAGE, D), blocks of 1 x some of the keys of a page x SWIZZLED; None where p.k_ptr is of fp8
     parts_ptr,  # fp32 (programs + units, ROWS, E) this rank's, and behind it (programs + units, ROWS) for their lse
-    p,  # Decode of one KV head, without the queries and the cache
+    p,  # Decode of one KV head; of its pointers those of lengths, pages and scales are used, and k_ptr where it is fp8
     num_warps: gl.constexpr,
 ):
     """The module's kernel. No program waits for another."""

@@ -106,7 +106,9 @@ def flash_decode(
     Other tensors of any strides are copied.
 
     Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
-    rows of them; and a unit's for each program and each unit, see attention.py. nodes, over N nodes of M ranks, keeps
+    rows of them where there are several ranks; and a unit's for each program and each unit, see attention.py. gluon
+    keeps 64 rows of E + 1 fp32 for each SM and each 64 rows of a sequence, and the words or, of many rows, W + 1 times
+    rows of E + 1 fp32. nodes, over N nodes of M ranks, keeps
     2 + 2 * N / M times rows of E + 1 fp32. Raises NotSymmetric, ShapeError,
     DtypeError, Unsupported, CollectiveMismatch.
     """

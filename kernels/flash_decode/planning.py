@@ -91,11 +91,8 @@ def launches(call: Call) -> SymmetricTensor:
 
 def words_of_all(call: Call) -> int:
     """Words of the results of all ranks; one rank keeps its own out of them."""
-    return (
-        0
-        if call.world.size == 1
-        else call.world.size * math.prod(call.shape[:3]) * words_of_row.fn(padded(call.shape[3]), 1)
-    )
+    size, (*rows, E) = call.world.size, call.shape
+    return size * math.prod(rows) * words_of_row.fn(padded(E), 1) if size > 1 else 0
 
 
 def _decode(call: Call, fused: bool) -> _Plan:

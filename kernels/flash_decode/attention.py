@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from pkt.language import ptx
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -211,9 +213,8 @@ def _add_rows(sums, query, tile, end, table, g, p, SHIFT: tl.constexpr):
         at = page * p.v_page + key % p.PAGE * p.v_token
         v = _rows(p.v_ptr + tl.cast(g, tl.int64) * p.v_head, at, there, 0, p.E, p.COLUMNS).to(dtype)
     if dtype != p.k_ptr.dtype.element_ty:
-        # The compiler now converts before it stores the operand of tl.dot to shared memory. It would convert behind,
-        # where it can load only single bytes of V.
-        v = tl.where(end > 0, v, 0.0)
+        # The compiler would convert V as an operand of tl.dot, for which a thread loads only single bytes of fp8.
+        v = ptx.unknown(v)
     acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
     return acc, most, total
 

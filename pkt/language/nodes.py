@@ -22,6 +22,8 @@ from . import address, ptx
 @triton.jit
 def is_far(peer, world):
     """Whether rank `peer` is on another node; for worlds of several nodes."""
+    # Where each rank is a node the compiler would drop the calls for near ranks, and pkt takes dropped signals for a
+    # fault of the compiler's.
     mine = ptx.unknown(address.number(world.rank, world))
     return address.number(peer, world) // world.node_size != mine // world.node_size
 

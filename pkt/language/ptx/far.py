@@ -19,7 +19,7 @@ from triton.language import core
 from pkt.errors import Unsupported
 
 from .. import world as page
-from .primitive import asm, plain, primitive, simulated, simulator
+from .primitive import plain, primitive, simulated, simulator
 
 _only_types = False
 _LIBRARY = "pkt_far"
@@ -109,15 +109,6 @@ def far_fence(_semantic=None):
 def far_quiet(_semantic=None):
     """Wait until all my far calls are complete. nvshmem_quiet."""
     _call("quiet", "pl.quiet(world)", [], _semantic)
-
-
-@primitive
-def unknown(x, _semantic=None):
-    """`x`, an int64, of which the compiler knows nothing. It would drop calls that it proves unreachable, where each
-    rank is a node, and pkt takes dropped signals for a fault of the compiler's."""
-    if simulator(_semantic) is not None or _only_types:
-        return x
-    return asm("mov.b64 $0, $1;", "=l,l", [x], core.int64, _semantic)
 
 
 @primitive

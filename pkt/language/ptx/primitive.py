@@ -108,6 +108,18 @@ def threads_to_agree(_semantic=None):
 
 
 @primitive
+def unknown(x, _semantic=None):
+    """`x`, of 16, 32 or 64 bits, of which the compiler knows nothing. So it drops no code that depends on `x`, and `x`
+    is computed in the layout that it has."""
+    if simulator(_semantic) is not None:
+        return x
+    dtype = x.dtype.scalar
+    pack, register = (1, "l") if dtype.primitive_bitwidth == 64 else (32 // dtype.primitive_bitwidth, "r")
+    text, constraints = f"mov.b{64 if register == 'l' else 32} $0, $1;", f"={register},{register}"
+    return core.inline_asm_elementwise(text, constraints, [x], dtype, False, pack, _semantic=_semantic)
+
+
+@primitive
 def retype_tuples(args, _semantic=None):
     """Set the types of nested tuples from their values, in place.
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pkt.language import ptx
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty
 
@@ -263,45 +264,85 @@ def load(share, q, k, memory, p):
 
 
 # ---------------------------------------------------------------------------------------------------------- converter
+@aggregate
+class Places:
+    """Where the keys of a tile lie, of a cache in fp8."""
+
+    at: gl.tensor  # int64 (KEYS,), from the cache's first number to each key
+    there: gl.tensor  # which of them the program reads
+
+    @gluon.jit
+    def prefetch(self, p):
+        """Have the L2 cache fetch the keys, in lines of 128 bytes and what is left of one."""
+        LAYOUT: gl.constexpr = whole_rows(SWIZZLED, gl.int8, gl.num_warps())
+        line = 128 * gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
+        ptx.prefetch(p.k_ptr + (self.at[:, None] + line[None, :]), self.there[:, None] & (line < p.D)[None, :])
+
+    @gluon.jit
+    def load(self, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, p):
+        """Columns of the keys in pieces of SWIZZLED, 0 behind the last key and the last column. A thread loads 16 bytes
+        of a row at once."""
+        LAYOUT: gl.constexpr = whole_rows(SWIZZLED, gl.int8, gl.num_warps())
+        pieces = ()
+        for i in gl.static_range(COLUMNS // SWIZZLED):
+            column = COLUMN + i * SWIZZLED + gl.arange(0, SWIZZLED, layout=gl.SliceLayout(0, LAYOUT))
+            inside = self.there[:, None] & (column < p.D)[None, :]
+            pieces = pieces + (gl.load(p.k_ptr + (self.at[:, None] + column[None, :]), mask=inside, other=0.0),)
+        return pieces
+
+
 @gluon.jit
-def fp8_columns(unit, tile, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, p):
-    """Columns of a tile of a cache in fp8, each thread 16 bytes of a row at a time; 0 behind the last key and the last
-    column."""
-    LAYOUT: gl.constexpr = whole_rows(COLUMNS, gl.int8, gl.num_warps())
+def places_of(unit, tile, end, p):
+    """The places of a tile's keys before number `end`."""
+    LAYOUT: gl.constexpr = whole_rows(SWIZZLED, gl.int8, gl.num_warps())
     key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    column = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    there = key < end
     table = p.table_ptr + gl.cast(unit.sequence, gl.int64) * p.pages_of
-    page = gl.load(table + key // p.PAGE, mask=key < unit.keys, other=0)
-    at = gl.cast(page, gl.int64) * p.k_page + key % p.PAGE * p.k_token
-    inside = (key < unit.keys)[:, None] & (column < p.D)[None, :]
-    return gl.load(p.k_ptr + (at[:, None] + column[None, :]), mask=inside, other=0.0)
+    page = gl.load(table + key // p.PAGE, mask=there, other=0)
+    return Places(gl.cast(page, gl.int64) * p.k_page + key % p.PAGE * p.k_token, there)
 
 
 @gluon.jit
-def put(slots, n, columns):
-    """Put columns of a tile, the program's n-th, in the dtype of the queries."""
+def put(slots, n, pieces):
+    """Put columns of a tile, the program's n-th, into its slot, in the dtype of the queries."""
     room = slots.acquire(n)
-    room.store(columns.to(room.dtype))
-    fence_async_shared()
-    mbarrier.arrive(slots.filled(n), count=1)
+    parts = room._reinterpret(room.dtype, [len(pieces), KEYS, SWIZZLED], half_layout(KEYS, SWIZZLED, room.dtype))
+    for i in gl.static_range(len(pieces)):
+        numbers = pieces[i].to(gl.float16)
+        if room.dtype == gl.bfloat16:
+            numbers = numbers.to(gl.float32)  # few units of an SM convert fp16 to bf16, and all of them fp32
+        parts.index(i).store(numbers.to(room.dtype))
 
 
 @gluon.jit
 def convert(share, q, memory, p):
-    """The loader of a cache in fp8."""
+    """The loader of a cache in fp8. While it converts a tile, the page numbers of the one after the next are on their
+    way, and then its keys to the L2 cache. A fence waits for all loads before it, so there is one a tile."""
     HALF: gl.constexpr = p.E // 2
+    keys = memory.keys
     u = 0
     n = 0
     unit = first_unit(share, p)
     while unit.left > 0:
         u = load_queries(u, q, unit, memory, p)
+        end = gl.minimum(unit.keys, unit.end() * KEYS)
+        here = places_of(unit, unit.tile, end, p)
+        following = places_of(unit, unit.tile + 1, end, p)
+        following.prefetch(p)
         for tile in range(unit.tile, unit.end()):
-            rest = fp8_columns(unit, tile, p.E, SWIZZLED, p)
-            low = fp8_columns(unit, tile, 0, HALF, p)
-            high = fp8_columns(unit, tile, HALF, HALF, p)
-            put(memory.keys.rest, n, rest)
-            put(memory.keys.low, n, low)
-            put(memory.keys.high, n, high)
+            rest = here.load(p.E, SWIZZLED, p)
+            low = here.load(0, HALF, p)
+            high = here.load(HALF, HALF, p)
+            here = following
+            following = places_of(unit, tile + 2, end, p)
+            put(keys.rest, n, rest)
+            put(keys.low, n, low)
+            put(keys.high, n, high)
+            fence_async_shared()
+            mbarrier.arrive(keys.rest.filled(n), count=1)
+            mbarrier.arrive(keys.low.filled(n), count=1)
+            mbarrier.arrive(keys.high.filled(n), count=1)
+            following.prefetch(p)
             n += 1
         unit = unit.next(p)
 

@@ -406,6 +406,7 @@ class Machine:
 
         gl = SimpleNamespace(
             constexpr=int, int32=int, int64="barriers", int8="bytes", float32=float, float16="fp16",
+            bfloat16="bf16",
             static_assert=static_assert,
             program_id=lambda axis: self.here.program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=_cdiv, minimum=_minimum, maximum=_maximum, where=_where,
@@ -442,7 +443,7 @@ class Machine:
         sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
         ptx = SimpleNamespace(
             drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
-            fence=lambda: None,
+            fence=lambda: None, prefetch=lambda pointers, mask: _load(pointers, mask, 0.0) and None,
         )  # fmt: skip
         return {
             "gl": gl, "tl": tl, "sync": sync, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,

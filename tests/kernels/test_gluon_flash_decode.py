@@ -77,23 +77,27 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache", "page", "capped"), [(torch.bfloat16, "fp8e4nv", 64, False), (torch.float16, "fp8e5", 24, True)]
+    ("dtype", "cache", "page", "capped", "stack"),
+    [(torch.bfloat16, "fp8e4nv", 64, False, 16), (torch.float16, "fp8e5", 24, True, 32)],
 )
 def test_a_cache_in_fp8_is_loaded_at_once(
-    tmp_path: Path, dtype: torch.dtype, cache: str, page: int, capped: bool
+    tmp_path: Path, dtype: torch.dtype, cache: str, page: int, capped: bool, stack: int
 ) -> None:
-    """A thread of the loader has all that it loads of a tile on its way, 16 bytes at a time, before it converts."""
+    """A thread of the loader has all that it loads of a tile on its way, 16 bytes at a time, before it converts. To
+    divide by pages of 24 keys takes registers, so it spills what is the same for all tiles."""
     kernel = compiled(dtype, 128, 1, page, capped, True, cache)
     usage, code = resources(kernel, tmp_path), sass(kernel, tmp_path)
     assert kernel.metadata.num_warps == 12
     assert kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
-    assert usage["STACK"] <= 16
+    assert usage["STACK"] <= stack
+    assert "F2F.BF16.F16" not in code  # an eighth of the throughput
     events = re.findall(r"LDG\.E\.128|F2FP\.F16\.E\dM\d\.UNPACK|\bST[LS]\.128|\bSTL\b|HGMMA\.64x\d+", code)
     stores = events.index("STS.128")
     assert events[:stores].count("LDG.E.128") == events.count("LDG.E.128") == 64 * D // (128 * 16)
     assert events.count("STS.128") >= 2 * 64 * D // (128 * 16)
     products = [i for i, event in enumerate(events) if event.startswith("HGMMA")]
     assert len(products) == 3 * 4 + 2 * 36
+    assert "STL" not in events[products[4] : products[-1] + 1]
 
 
 # --------------------------------------------------------------------------------------------- the plan of the form

@@ -53,7 +53,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt fp8 cache, waits": {"fp8": True, "mode": "waits"},
     "pkt fp8 cache, unfused": {"fp8": True, "mode": "unfused"},
     "pkt fp8 cache, nccl": {"fp8": True, "mode": "nccl"},
-    "pkt fp8 cache, 64 keys, 3 stages": {"fp8": True, "block": 64, "stages": 3},
+    "pkt fp8 cache, 128 keys, 2 an SM": {"fp8": True, "block": 128, "stages": 2, "each": 2},
     "pkt fp8 cache, 128 keys, 3 stages, 1 an SM": {"fp8": True, "block": 128, "stages": 3, "each": 1},
 }
 QUICK: dict[str, dict[str, Any]] = {

@@ -179,15 +179,18 @@ def _rows(ptr, at, there, first, end, COLUMNS: tl.constexpr):
 def _add_boxes(sums, query, tile, boxes, page, g, row, p, SHIFT: tl.constexpr):
     """`sums` with a tile that begins at key `row` of a page, see `_weigh`."""
     acc, most, total = sums
+    dtype: tl.constexpr = query[0].dtype
     keys, others, values = boxes
-    k1 = _box(keys, page, g, row, 0, p.KEYS, p.D1)
+    k1 = _box(keys, page, g, row, 0, p.KEYS, p.D1).to(dtype)
     k2 = k1
     if p.D2:
-        k2 = _box(others, page, g, row, p.D1, p.KEYS, p.D2)
+        k2 = _box(others, page, g, row, p.D1, p.KEYS, p.D2).to(dtype)
     weight, old, most, total = _weigh(most, total, query, tile, k1, k2, p, SHIFT)
     v = k1
     if not p.SHARED:
-        v = _box(values, page, g, row, 0, p.KEYS, p.COLUMNS)
+        v = _box(values, page, g, row, 0, p.KEYS, p.COLUMNS).to(dtype)
+    if dtype != p.k_ptr.dtype.element_ty:
+        v = ptx.unknown(v)
     acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
     return acc, most, total
 

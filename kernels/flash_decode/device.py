@@ -12,11 +12,11 @@ from pkt.language import ptx, sync
 from . import attention, merging
 
 FEW = tl.constexpr(2)
-"""Parts of a unit that a thread takes at once, in one flight, where there are few."""
+"""Parts of a unit that a thread takes at once, in one flight, where there are fewer than MANY."""
 
 
 @triton.jit
-def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
+def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr, MANY: tl.constexpr):
     """1. Each program attends over its share of the tiles. A unit that one program has all of is put to the ranks, a
     part of a unit into this rank's memory. 2. Each program merges the parts of some rows and puts them to the ranks.
     3. Each takes some rows of all ranks, merges them, and stores the result.
@@ -24,7 +24,8 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. Without FUSED there is no
     3, and the results of 1 and 2 are stored for the other kernels. On one rank there is no 3, and they are stored as
     the operator's. TAKE: rows that a program merges at a time in 3.
-    RUNS: in 2 it has TAKE // RUNS rows at a time, and merges the parts of each in so many runs side by side."""
+    RUNS: in 2 it has TAKE // RUNS rows at a time, and merges the parts of each in so many runs side by side. MANY:
+    parts that a thread takes at once, in one flight, where a unit has as many."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)
@@ -50,7 +51,6 @@ def decode_kernel(p, world, TAKE: tl.constexpr, RUNS: tl.constexpr):
     ROWS: tl.constexpr = min(p.ROWS, p.SQ * p.GROUP)  # of a unit, that exist in some
     AT_ONCE: tl.constexpr = TAKE // RUNS
     MERGES: tl.constexpr = (ROWS + AT_ONCE - 1) // AT_ONCE  # tasks of a unit
-    MANY: tl.constexpr = 16 if p.COLUMNS <= 256 else 8  # the registers hold no more
     for task in range(pid, units * MERGES, programs):
         unit = task // MERGES
         i = task % MERGES * AT_ONCE + tl.arange(0, AT_ONCE)

@@ -24,7 +24,7 @@ from ..shared.tile_words import words_of_row
 from .attention import Decode
 from .device import combine_kernel, decode_kernel, exchange_kernel
 from .nodes import launch_over_nodes
-from .rules import LEAST_SIDE, aligned, padded, rows_of
+from .rules import LEAST_SIDE, boxed, padded, rows_of
 
 OUT = 6
 """The place of `out` among a call's tensors; the last one is the lse."""
@@ -106,31 +106,23 @@ def _decode(call: Call, fused: bool) -> _Plan:
         memory, flags = results(call, 1), launches(call)
     units = B * G * triton.cdiv(SQ * (H // G), rows)
     parts = _parts(call, (programs + units) * rows * words_of_row.fn(columns, 1), room)
-    tma = _boxed(call)
+    tma = boxed(call, call["block"])
     same = argument_of(call, rows, call["block"], tma, fused, room)
 
     def argument(tensors: Sequence[Any], memory: torch.Tensor) -> Decode:
         return same(tensors, parts, flags, memory)
 
-    # Without TMA a tile's pages come a stage before its keys. Registers are not shared: an SM has one program, or two
-    # with 4 warps.
+    # Without TMA a tile's pages come a stage before its keys.
     warps, stages = call["warps"], call["stages"] + 1 if tma else 2 * call["stages"] + 1
-    options = {"num_warps": warps, "num_stages": stages, "maxnreg": min(255, REGISTERS // (32 * warps))}
+    each = min(255, REGISTERS // (32 * warps * triton.cdiv(programs, world.num_sms)))  # registers of a thread
+    many = 4 if each < 255 else 16 if columns <= 256 else 8  # registers hold no more
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": each}
     start = cooperative_launch(world, decode_kernel, (programs,), **options)
 
     def launch(tensors: Sequence[Any]) -> Any:
-        start(argument(tensors, memory), world.device, take, runs)
+        start(argument(tensors, memory), world.device, take, runs, many)
 
     return _Plan(argument, memory, launch, take)
-
-
-def _boxed(call: Call) -> bool:
-    """Whether TMA can load the tiles: 16-bit elements, each tile in one page."""
-    caches = [x for x in (call["k_cache"], call["v_cache"]) if x is not None]
-    pages, page = caches[0].shape[:2]
-    if pages == 0 or page % call["block"] or not call.dtype.itemsize == caches[0].element_size() == 2:
-        return False
-    return all(map(aligned, caches))
 
 
 def _each_head(call: Call) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.flash_decode import OPERATOR, flash_decode, planning, reference, rules
+from pkt.kernels.flash_decode import OPERATOR, flash_decode, reference, rules
 from pkt.kernels.flash_decode.reference import bound
 from pkt.kernels.shared import flagged
 from pkt.language.inspect import count_markers
@@ -22,6 +23,7 @@ from .launches import all_launched, compile_checked
 from .machine_code import sass
 
 PAGE, PAGES = 4, 12
+FP8 = torch.float8_e4m3fn
 
 
 def operands(
@@ -118,14 +120,25 @@ def test_many_programs_share_a_unit(heads: int, kv_heads: int, E: int, tiles: in
     on_ranks(3, run, sms=programs)
 
 
-@pytest.mark.parametrize(("D", "E"), [(16, 16), (40, 24), (40, None)], ids=["heads", "padded", "latent"])
-def test_pages_of_whole_tiles(D: int, E: int | None) -> None:
+@pytest.mark.parametrize(
+    ("D", "E", "dtype"),
+    [
+        (16, 16, torch.float16),
+        (40, 24, torch.float16),
+        (40, None, torch.float16),
+        (40, 24, torch.float8_e4m3fn),
+        (40, None, torch.float8_e5m2),
+    ],
+    ids=["heads", "padded", "latent", "fp8", "latent fp8"],
+)
+def test_pages_of_whole_tiles(D: int, E: int | None, dtype: torch.dtype) -> None:
     """TMA loads them. Behind the last key of a sequence a page may hold anything, and so may a page of no sequence."""
 
     def run(world: Any) -> None:
         lens = [[[33, 30]], [[63, 64]], [[0, 0]]]
         every = operands(5, lens, 4, 2, D, E, 1.0, pages=5, page=32)
-        every |= {name: [x.half() for x in every[name]] for name in ("q", "k_cache", "v_cache") if every[name]}
+        every["q"] = [x.half() for x in every["q"]]
+        every |= {name: [x.to(dtype) for x in every[name]] for name in ("k_cache", "v_cache") if every[name]}
         for rank, (tokens,) in enumerate(lens):
             end, table = max(tokens), every["block_table"][rank][0].long()
             for cache in (every[name][rank] for name in ("k_cache", "v_cache") if every[name]):
@@ -140,8 +153,7 @@ def test_pages_of_whole_tiles(D: int, E: int | None) -> None:
 def test_which_caches_tma_loads() -> None:
     def boxed(k: torch.Tensor, v: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
         tensors = {"q": torch.empty(1, dtype=dtype), "k_cache": k, "v_cache": v}
-        call = Call("", SimpleNamespace(), tensors, {}, {"block": 32}, None)  # type: ignore[arg-type]
-        return planning._boxed(call)
+        return rules.boxed(Call("", SimpleNamespace(), tensors, {}, {}, None), 32)  # type: ignore[arg-type]
 
     def cache(page: int = 64, D: int = 16, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> torch.Tensor:
         return torch.empty(3 * page * 2 * D + offset, dtype=dtype)[offset:].view(3, page, 2, D)
@@ -153,7 +165,9 @@ def test_which_caches_tma_loads() -> None:
     assert not boxed(cache(), cache(offset=4)), "8 bytes behind a multiple of 16"
     assert not boxed(cache(page=48)), "a tile in two pages"
     assert not boxed(cache()[:0]), "no pages"
-    assert not boxed(cache(dtype=torch.float8_e4m3fn))
+    assert boxed(cache(dtype=torch.float8_e4m3fn))
+    assert not boxed(cache(dtype=torch.float8_e4m3fn, D=20)), "rows of 40 bytes"
+    assert not boxed(cache(dtype=torch.float8_e4m3fn), dtype=torch.float32)
     assert not boxed(cache(dtype=torch.float32), dtype=torch.float32)
 
 
@@ -166,6 +180,7 @@ def test_which_caches_tma_loads() -> None:
         (576, 576, torch.bfloat16, torch.float8_e5m2, (32, 2)),  # values are loaded beside keys
         (576, 256, torch.bfloat16, torch.float8_e5m2, (32, 2)),
         (128, 128, torch.bfloat16, torch.bfloat16, (128, 2)),
+        (128, 128, torch.bfloat16, torch.float8_e4m3fn, (64, 2)),
     ],
 )
 def test_default_settings_of_latent_caches(
@@ -174,8 +189,27 @@ def test_default_settings_of_latent_caches(
     tensors = {"q": torch.empty(1, 1, 16, D, dtype=dtype, device="meta"), "v_cache": None}
     tensors["k_cache"] = torch.empty(3, 64, 1, D, dtype=cache, device="meta")
     call = Call("", SimpleNamespace(), tensors, {}, {}, None)  # type: ignore[arg-type]
-    call.sizes, call.shape = {"s": 1, "h": 16, "g": 1, "d": D}, (1, 1, 16, v_dim)
+    call.sizes, call.shape = {"s": 1, "h": 16, "g": 1, "d": D, "n": 64}, (1, 1, 16, v_dim)
     assert (rules.default_block(call), rules.default_stages(call)) == settings
+
+
+@pytest.mark.parametrize(
+    ("cache", "page", "given", "each"),
+    [(FP8, 64, {}, 4), (FP8, 192, {}, 4), (FP8, 96, {}, 2), (FP8, 64, {"block": 128}, 2), (torch.bfloat16, 64, {}, 2)],
+    ids=str,
+)
+def test_programs_of_an_sm(
+    cache: torch.dtype, page: int, given: dict[str, int], each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share its registers."""
+
+    def run(world: Any) -> None:
+        q, k = torch.empty(4, 1, 64, 128, dtype=torch.bfloat16), torch.empty(4, page, 8, 128, dtype=cache)
+        flash_decode(q, k, k, torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), **given)
+
+    monkeypatch.setattr(Call, "on_gpu", True)
+    (launch,) = all_launched(run, 2, True, monkeypatch)
+    assert launch.options["maxnreg"] == {2: 255, 4: 128}[each]
 
 
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "one-hot"])
@@ -275,7 +309,24 @@ def test_no_kv_head_is_no_key() -> None:
     on_ranks(2, run)
 
 
-FP8 = torch.float8_e4m3fn
+@pytest.mark.parametrize("arch", [90, 100])
+def test_four_programs_of_caches_in_fp8_do_not_spill_in_their_loops(
+    arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ten numbers that are needed behind the loops over tiles are spilled before them."""
+
+    def run(world: Any) -> None:
+        q, k = torch.empty(4, 1, 64, 128, dtype=torch.bfloat16), torch.empty(4, 64, 8, 128, dtype=FP8)
+        table, lens, scale = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), torch.ones(8)
+        flash_decode(q, k, k, table, lens, k_scale=scale, v_scale=scale)
+
+    monkeypatch.setattr(Call, "on_gpu", True)
+    (launch,) = all_launched(run, 2, True, monkeypatch)
+    assert launch.options["maxnreg"] == 128
+    compiled = compile_checked(launch, arch, tmp_path, signals=False, stack=40)
+    products = itertools.groupby(re.findall(r"\bHMMA|\bSTL|\bLDL", sass(compiled, tmp_path)))
+    assert [len(list(of)) for name, of in products if name == "HMMA"] == [32, 32], "of whole tiles, and of the last one"
+    assert 4 * (compiled.metadata.shared + 1024) <= 228 << 10, "an SM's; a KiB of each program is reserved"
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (90, FP8), (100, FP8)], ids=str)

@@ -115,7 +115,7 @@ def _decode(call: Call, fused: bool) -> _Plan:
     # Without TMA a tile's pages come a stage before its keys.
     warps, stages = call["warps"], call["stages"] + 1 if tma else 2 * call["stages"] + 1
     each = min(255, REGISTERS // (32 * warps * triton.cdiv(programs, world.num_sms)))  # registers of a thread
-    many = 4 if each < 255 else 16 if columns <= 256 else 8  # registers hold no more
+    many = 4 if each < 160 else 8 if each < 255 or columns > 256 else 16  # registers hold no more
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": each}
     start = cooperative_launch(world, decode_kernel, (programs,), **options)
 

@@ -97,8 +97,8 @@ def _small(call: Call) -> bool:
 
 def _boxed_fp8(call: Call) -> bool:
     """Whether four programs an SM take small caches in fp8, 64 keys at a time, in tiles that TMA loads where pages hold
-    them. While one converts numbers, others load: on an H200 they take 7 to 14 % less time than two programs with 128
-    keys (`flash_decode_boxed_fp8_1.json`)."""
+    them. While one converts numbers, others load. On 2 H200 they take 1 to 7 % less time than two programs with 128
+    keys, in one case of five 2 % more (`flash_decode_boxed_fp8_2.json`)."""
     fp8 = call["k_cache"].dtype in FP8 and call.dtype.itemsize == 2
     small = rows_of(call) == LEAST_SIDE and max(call["d"], call.shape[-1]) <= 128
     return fp8 and small and call["n"] % 64 == 0 and not call.given

@@ -166,7 +166,7 @@ def test_which_caches_tma_loads() -> None:
     assert not boxed(cache(page=48)), "a tile in two pages"
     assert not boxed(cache()[:0]), "no pages"
     assert boxed(cache(dtype=torch.float8_e4m3fn))
-    assert not boxed(cache(dtype=torch.float8_e4m3fn, D=20)), "rows of 40 bytes"
+    assert not boxed(cache(dtype=torch.float8_e4m3fn, D=24)), "rows of 24 bytes"
     assert not boxed(cache(dtype=torch.float8_e4m3fn), dtype=torch.float32)
     assert not boxed(cache(dtype=torch.float32), dtype=torch.float32)
 

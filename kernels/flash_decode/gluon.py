@@ -41,7 +41,7 @@ from ..shared.grid import num_programs, several
 from ..shared.products import fitting
 from .attention import LN2, LOG2E
 from .device import merge_kernel
-from .planning import OUT, REGISTERS, argument_of, by_pkt, gathering, launches, results, words_of_all
+from .planning import OUT, REGISTERS, argument_of, exchanging, launches, results, words_of_all
 from .rules import FP8, in_words
 
 ROWS = gl.constexpr(64)
@@ -576,7 +576,7 @@ def planned_latent(call: Call) -> Launch:
     runs = min(TAKE, 1 << max(merges * TAKE // max(B * SQ * H, 1), 1).bit_length() - 1)
     grid = (max(min(B * SQ * H, merges), 1),)
     merge = cooperative_launch(world, merge_kernel, grid, num_warps=4, maxnreg=REGISTERS // (128 * MERGES))
-    finish = None if fused else gathering(call, by_pkt, memory, 1)
+    finish = None if fused else exchanging(call, memory)
 
     def launch(*tensors: Any) -> Any:
         p = argument(tensors, parts, flags, memory)

@@ -1,4 +1,5 @@
-"""The form over several nodes: `decode_kernel` on every rank, then one kernel that merges the ranks' results.
+"""The form over several nodes: `decode_kernel` on every rank, then one kernel that merges the ranks' results. On one
+node the kernel merges many rows of "gluon".
 
 The rows are cut into pieces. The ranks of a node share the pieces; ranks with one local rank (a rail) merge the same:
 
@@ -76,15 +77,17 @@ def nodes_kernel(
                 merged = device.with_rows(merged, address.of_rank(row, node * NEAR + j, world), number < rows, p)
             part, lse = merging.divided(merged[2], merged[0], merged[1])
             _store(part, lse, sent + (number - first) * (p.E + 1), number < rows, rank, p, world)
-        nbytes = tl.minimum(rows - first, PIECE) * (p.E + 1) * 4
-        for i in range(1, NODES):
-            to = (node + i) % NODES * NEAR + local
-            pl.put_signal(m.arrived + node * each + task, to, world, dst=sent, src=sent, nbytes=nbytes)
+        if NODES > 1:
+            nbytes = tl.minimum(rows - first, PIECE) * (p.E + 1) * 4
+            for i in range(1, NODES):
+                to = (node + i) % NODES * NEAR + local
+                pl.put_signal(m.arrived + node * each + task, to, world, dst=sent, src=sent, nbytes=nbytes)
     for task in range(pid, mine, programs):
         piece = task * NEAR + local
         at = tl.cast(task, tl.int64) * PIECE * (p.E + 1)
-        for i in range(1, NODES):
-            pl.wait(m.arrived + (node + NODES - i) % NODES * each + task, launch, world)
+        if NODES > 1:
+            for i in range(1, NODES):
+                pl.wait(m.arrived + (node + NODES - i) % NODES * each + task, launch, world)
         for start in range(0, PIECE, TAKE):
             row = start + tl.arange(0, TAKE)
             number = piece * PIECE + row
@@ -107,7 +110,8 @@ def nodes_kernel(
                 whole = m.whole + tl.cast(number, tl.int64) * (p.E + 1)
                 part, lse = device.load_rows(whole, number < rows, p)
                 device.store_rows(part, lse, number, number < rows, p)
-    pl.quiet(world)  # before the next launch's signals
+    if NODES > 1:
+        pl.quiet(world)  # before the next launch's signals
 
 
 @triton.jit
@@ -119,7 +123,7 @@ def _store(part, lse, row, exists, peer, p, world):
 
 
 # ---------------------------------------------------------------------------------------------------------------- host
-def launch_over_nodes(world: World, rows: int, E: int, take: int, results: SymmetricTensor) -> Any:
+def launch_merging(world: World, rows: int, E: int, take: int, results: SymmetricTensor) -> Any:
     """launch(p): merge the ranks' `results` of `rows` rows, of which a program takes `take` at a time."""
     piece, near = _rows_of_put(rows, E, world), world.node_size
     pieces, take = triton.cdiv(rows, piece), min(take, piece)

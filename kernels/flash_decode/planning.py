@@ -23,7 +23,7 @@ from ..shared.grid import num_programs
 from ..shared.tile_words import words_of_row
 from .attention import Decode
 from .device import combine_kernel, decode_kernel, exchange_kernel
-from .nodes import launch_over_nodes
+from .nodes import launch_merging
 from .rules import LEAST_SIDE, boxed, padded, rows_of
 
 OUT = 6
@@ -33,6 +33,8 @@ REGISTERS = 1 << 16
 TAKEN = 128
 """Elements that a warp merges at a time: a thread takes a word of them. With fewer threads share words, and merging
 takes ten times as long (`flash_decode_latent_1.json`)."""
+ROWS = 4
+"""Rows that a program of `exchanging` merges at a time. Not measured."""
 
 
 class _Plan(NamedTuple):
@@ -193,6 +195,15 @@ def gathering(call: Call, gather: Gather, mine: SymmetricTensor, take: int) -> C
     return finish
 
 
+def exchanging(call: Call, mine: SymmetricTensor) -> Callable[[Callable[..., Decode]], Any]:
+    """finish(argument), as of `gathering`, for many rows. More than two ranks share them out: each merges some and
+    stores them at the others, 8 (W - 1) / W bytes an element for 4 (W - 1)."""
+    if call.world.size <= 2:
+        return gathering(call, by_pkt, mine, 1)
+    merge = launch_merging(call.world, math.prod(call.shape[:3]), call.shape[-1], ROWS, mine)
+    return lambda argument: merge(argument(mine))
+
+
 def gathered(gather: Gather) -> Callable[[Call], Launch]:
     """The plans of "unfused" and "nccl"."""
 
@@ -225,7 +236,7 @@ def by_nccl(call: Call, mine: SymmetricTensor, everybodys: SymmetricTensor) -> C
 def planned_nodes(call: Call) -> Launch:
     """The plan of "nodes"."""
     decode, (*rows, E) = _decode(call, False), call.shape
-    merge = launch_over_nodes(call.world, math.prod(rows), E, decode.take, decode.memory)
+    merge = launch_merging(call.world, math.prod(rows), E, decode.take, decode.memory)
 
     def launch(*tensors: Any) -> Any:
         decode.launch(tensors)

@@ -72,7 +72,7 @@ def fits_gluon(call: Call) -> str:
 
 
 def in_words(call: Call) -> bool:
-    """Whether "gluon" puts results in words, as "fused" does, or gathers them, as "unfused" does."""
+    """Whether "gluon" puts results in words, as "fused" does; else see `planning.exchanging`."""
     return call.world.size == 1 or math.prod(call.shape) <= FEW
 
 

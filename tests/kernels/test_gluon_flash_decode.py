@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
+import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.flash_decode import attention, flash_decode, reference, rules
+from pkt.kernels.flash_decode import attention, flash_decode, planning, reference, rules
 from pkt.kernels.flash_decode.attention import Decode
+from pkt.kernels.flash_decode.nodes import launch_merging
 from pkt.kernels.flash_decode.reference import bound
 from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import Pointer, compile_only
 from pkt.runtime.launch.launch import cooperative_launch
 
 from .helpers import on_ranks
+from .launches import all_launched, compile_checked
 from .machine_code import resources, sass
 from .test_flash_decode import operands
 
@@ -214,6 +218,67 @@ def test_the_plan_with_a_cache_in_fp8(few: int, monkeypatch: pytest.MonkeyPatch)
 
     on_ranks(3, run, sms=2)
     assert started == 3 * [([1, 64, 64],)]
+
+
+@pytest.mark.parametrize(("size", "taken"), [(2, "gathered"), (3, "shared")])
+def test_more_than_two_ranks_share_rows_out(size: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "gathering", lambda *_: lambda argument: "gathered")
+    monkeypatch.setattr(planning, "launch_merging", lambda *_: lambda p: "shared")
+    call = SimpleNamespace(world=SimpleNamespace(size=size), shape=(2, 1, 4, 8))
+    assert planning.exchanging(call, None)(lambda memory: None) == taken  # type: ignore[arg-type]
+
+
+def test_shares_of_rows_are_right_in_every_schedule() -> None:
+    """The kernel that merges many rows of more than two ranks, see `planning.exchanging`."""
+    rows, columns = 5, 16
+
+    @functools.cache  # all schedules have the same
+    def results(launch: int, size: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """What each rank has, and the right rows with their lse. The last rank has no key of the first row."""
+        make = torch.Generator().manual_seed(launch)
+        parts = torch.randn(size, rows, columns + 1, generator=make)
+        parts[-1, 0, -1] = -torch.inf
+        weights = parts[..., -1:].double().softmax(0)
+        return list(parts), (weights * parts[..., :-1]).sum(0), parts[..., -1].double().logsumexp(0)
+
+    def run(world: Any) -> None:
+        mine, out, lse = pkt.empty(rows, columns + 1), torch.empty(rows, columns), torch.empty(rows)
+        merge = launch_merging(world, rows, columns, 2, mine)
+        constants = {"SQ": 1, "HEADS": 1, "E": columns, "COLUMNS": columns}
+        p = Decode(**{
+            **dict.fromkeys(Decode._fields), "B": rows, "out_ptr": out, "lse_ptr": lse,
+            **{name: tl.constexpr(n) for name, n in constants.items()},
+        })  # fmt: skip
+        for launch in range(3):
+            parts, right, right_lse = results(launch, world.size)
+            mine.copy_(parts[world.rank])
+            merge(p)
+            assert torch.allclose(out.double(), right, rtol=1e-5, atol=1e-5)
+            assert torch.allclose(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
+
+    report = pkt.simulate(run, ranks=3, seeds=20, mutants=True, lost_signals=True, lost_ranks=2, sms=2)
+    report.check()
+    assert report.mutants
+    assert report.signals
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("size", [3, 8])
+def test_the_kernel_that_merges_shares_does_not_spill(
+    size: int, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(world: Any) -> None:
+        mine = pkt.empty(300, E + 1)
+        constants = {"SQ": 1, "HEADS": 100, "E": E, "COLUMNS": E}
+        p = Decode(**{
+            **dict.fromkeys(Decode._fields), "B": 3, "out_ptr": torch.empty(300, E, dtype=torch.bfloat16),
+            "lse_ptr": torch.empty(300), "sinks_ptr": torch.empty(100),
+            **{name: tl.constexpr(n) for name, n in constants.items()},
+        })  # fmt: skip
+        launch_merging(world, 300, E, planning.ROWS, mine)(p)
+
+    (launch,) = all_launched(run, size, True, monkeypatch)
+    compile_checked(launch, arch, tmp_path)
 
 
 def test_a_rank_may_have_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from triton import knobs
 from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
 
-from pkt.errors import CompileError, PktError, ShapeError, Unsupported
+from pkt.errors import CompileError, DtypeError, PktError, ShapeError, Unsupported
 from pkt.language.inspect import check_sync, targeting
 from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
@@ -116,7 +116,11 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
     known = _kernels.get((id(kernel), compile))
     if known is None:
         known = _kernels[id(kernel), compile] = _Kernel(kernel, ARCHITECTURES[compile])
-    bound, specialization, given = known.binder(**arguments, **options)
+    try:
+        bound, specialization, given = known.binder(**arguments, **options)
+    except KeyError as error:  # Triton looks dtypes up
+        _refuse_dtype(kernel.fn.__name__, arguments, error.args[0])
+        raise
     functions = [id(v) for v in bound.values() if isinstance(getattr(v, "value", v), JITFunction)]
     exact = repr(specialization), repr(given), *functions
     if exact in known.compiled:  # as in each schedule but the first
@@ -137,6 +141,15 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
                 accepted.keep(name)
     known.compiled[exact] = known.compiled[key]
     return known.compiled[key]
+
+
+def _refuse_dtype(kernel: str, arguments: dict, name: Any) -> None:
+    """Raise DtypeError if an argument has the dtype of that name, which Triton does not know."""
+    for argument, value in arguments.items():
+        dtype = getattr(value, "dtype", None)
+        if str(dtype) == f"torch.{name}":
+            wanted = "a dtype that Triton knows, such as the floats of torch.view_as_real"
+            raise DtypeError.argument(kernel, argument, dtype, wanted) from None
 
 
 @functools.lru_cache(maxsize=1)

@@ -168,6 +168,14 @@ def test_compile_reports_what_a_kernel_takes(target: str) -> None:
     assert f"{report.kernels[0].registers} registers, 0 bytes spilled" in str(report)
 
 
+def test_a_dtype_that_triton_does_not_know() -> None:
+    def main(world: Any) -> None:
+        rotate[(1,)](torch.zeros(64, dtype=torch.complex64), pkt.signals(1), world.device, 32)
+
+    with pytest.raises(pkt.DtypeError, match=r"rotate: x: found complex64, wanted .* torch\.view_as_real"):
+        pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
+
+
 def test_a_launch_returns_what_triton_says_of_the_kernel(capsys: pytest.CaptureFixture) -> None:
     def main(world: Any) -> list[Any]:
         x, flags = pkt.zeros(64), pkt.signals(1)

@@ -30,6 +30,8 @@ OUT = 6
 """The place of `out` among a call's tensors; the last one is the lse."""
 REGISTERS = 1 << 16
 """Of an SM."""
+LEAST_REGISTERS, MOST_REGISTERS = 64, 255
+"""Of a thread. With fewer it would spill what the loop over tiles needs, and more programs are refused."""
 TAKEN = 128
 """Elements that a warp merges at a time: a thread takes a word of them. With fewer threads share words, and merging
 takes ten times as long (`flash_decode_latent_1.json`)."""
@@ -116,8 +118,9 @@ def _decode(call: Call, fused: bool) -> _Plan:
 
     # Without TMA a tile's pages come a stage before its keys.
     warps, stages = call["warps"], call["stages"] + 1 if tma else 2 * call["stages"] + 1
-    each = min(255, REGISTERS // (32 * warps * triton.cdiv(programs, world.num_sms)))  # registers of a thread
-    many = 4 if each < 160 else 8 if each < 255 or columns > 256 else 16  # registers hold no more
+    threads = 32 * warps * triton.cdiv(programs, world.num_sms)  # of an SM, which share its registers
+    each = min(max(REGISTERS // threads, LEAST_REGISTERS), MOST_REGISTERS)
+    many = 4 if each < 160 else 8 if each < MOST_REGISTERS or columns > 256 else 16  # registers hold no more
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": each}
     start = cooperative_launch(world, decode_kernel, (programs,), **options)
 

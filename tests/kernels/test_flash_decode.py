@@ -212,6 +212,19 @@ def test_programs_of_an_sm(
     assert launch.options["maxnreg"] == {2: 255, 4: 128}[each]
 
 
+def test_many_programs_of_an_sm_are_left_enough_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the launch refuses them."""
+
+    def run(world: Any) -> None:
+        q, k = torch.empty(4, 1, 64, 128, dtype=torch.bfloat16), torch.empty(4, 64, 8, 128, dtype=torch.bfloat16)
+        table, lens = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32)
+        flash_decode(q, k, k, table, lens, programs=16 * world.num_sms)
+
+    monkeypatch.setattr(Call, "on_gpu", True)
+    (launch,) = all_launched(run, 2, True, monkeypatch)
+    assert launch.options["maxnreg"] == 64
+
+
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "one-hot"])
 def test_sinks_caps_and_latent_caches(size: float) -> None:
     def run(world: Any) -> None:

@@ -101,7 +101,8 @@ def _boxed_fp8(call: Call) -> bool:
     keys, in one case of five 2 % more (`flash_decode_boxed_fp8_2.json`)."""
     fp8 = call["k_cache"].dtype in FP8 and call.dtype.itemsize == 2
     small = rows_of(call) == LEAST_SIDE and max(call["d"], call.shape[-1]) <= 128
-    return fp8 and small and call["n"] % 64 == 0 and not call.given
+    whole = call["n"] % 64 == call["d"] % 16 == call.shape[-1] % 16 == 0  # tiles in a page, and aligned rows
+    return fp8 and small and whole and not call.given
 
 
 def _latent_fp8(call: Call) -> bool:

@@ -194,17 +194,20 @@ def test_default_settings_of_latent_caches(
 
 
 @pytest.mark.parametrize(
-    ("cache", "page", "given", "each"),
-    [(FP8, 64, {}, 4), (FP8, 192, {}, 4), (FP8, 96, {}, 2), (FP8, 64, {"block": 128}, 2), (torch.bfloat16, 64, {}, 2)],
+    ("cache", "page", "D", "given", "each"),
+    [
+        (FP8, 64, 128, {}, 4), (FP8, 192, 80, {}, 4), (FP8, 96, 128, {}, 2), (FP8, 64, 72, {}, 2),
+        (FP8, 64, 128, {"block": 128}, 2), (torch.bfloat16, 64, 128, {}, 2),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_programs_of_an_sm(
-    cache: torch.dtype, page: int, given: dict[str, int], each: int, monkeypatch: pytest.MonkeyPatch
+    cache: torch.dtype, page: int, D: int, given: dict[str, int], each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share its registers."""
 
     def run(world: Any) -> None:
-        q, k = torch.empty(4, 1, 64, 128, dtype=torch.bfloat16), torch.empty(4, page, 8, 128, dtype=cache)
+        q, k = torch.empty(4, 1, 64, D, dtype=torch.bfloat16), torch.empty(4, page, 8, D, dtype=cache)
         flash_decode(q, k, k, torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), **given)
 
     monkeypatch.setattr(Call, "on_gpu", True)

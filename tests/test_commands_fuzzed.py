@@ -15,6 +15,7 @@ from benchmarks import _command
 from pkt import bench
 from pkt.cli import app
 from pkt.errors import Unsupported
+from pkt.simulate.engine import end_idle
 from pkt.tune import command, tables
 from tests.tune.helpers import OPERATORS
 
@@ -101,5 +102,6 @@ def test_command_lines_end_with_a_text_and_a_status(places, capsys):
     capsys.readouterr()
     print(f"{COMMANDS} command lines:", {f"{name} {status}": n for (name, status), n in ends.items()})
     assert min(ends["simulate", 0], ends["simulate", 2], ends["tune", 0], ends["tune", 2]) >= COMMANDS // 100
+    end_idle()
     assert threading.active_count() <= threads + 1
     assert len(os.listdir("/proc/self/fd")) <= files + 5

@@ -1,4 +1,4 @@
-"""Backward passes and compiled functions of simulated ranks: each runs in a thread of its own.
+"""Backward passes and compiled functions of simulated ranks: each has a thread of its own while it runs.
 
 Ranks are greenlets of one thread. Autograd's engine, the compiler and torch's calls of ops keep what they are doing for
 each thread: if a rank waited for a peer inside one of these, and the peer began one, the engine would run either rank's
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,50 @@ from torch._C import _TorchDispatchModeKey as Key
 from pkt.simulate import modes
 
 _running: list[tuple[Any, int]] = []  # machines, innermost last, and their threads
+_idle: list[_Thread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a fork copies no other thread
+
+
+class _Thread:
+    """A thread that runs one piece of code after another. Its numbers of nodes go on, where a new thread would have to
+    count up to those of the simulation."""
+
+    def __init__(self) -> None:
+        self._code: Callable[[], Any] | None = None
+        self._given, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._python = threading.Thread(target=self._run, daemon=True, name="pkt: host code of a simulated rank")
+        self._python.start()
+
+    def begin(self, code: Callable[[], Any] | None) -> None:
+        """Run `code` next. None: end."""
+        self._code = code
+        self._given.release()
+
+    def rest(self) -> None:
+        """Return when the thread has run the code and holds nothing of it, and is idle."""
+        self._done.acquire()
+        _idle.append(self)
+
+    def end(self) -> None:
+        """Return when the thread, which is idle, has ended."""
+        self.begin(None)
+        self._python.join()
+
+    def _run(self) -> None:
+        while True:
+            self._given.acquire()
+            code, self._code = self._code, None
+            if code is None:
+                return
+            code()
+            del code
+            self._done.release()
+
+
+def end_idle() -> None:
+    """End the threads that run nothing."""
+    while _idle:
+        _idle.pop().end()
 
 
 class Aside:
@@ -43,14 +88,14 @@ class Aside:
         self._thrown: BaseException | None = None  # into the greenlet while the code waited
 
     def run(self, code: Callable[[], Any], wanted: modes.Modes) -> Any:
-        """What `code()` returns or raises in these modes. Called in the rank's greenlet, which goes on when the thread
-        has ended."""
+        """What `code()` returns or raises in these modes. Called in the rank's greenlet, which goes on when that has
+        ended."""
         _hold_guard()
         # With the caller's context variables: among them are numpy's, by which kernels do not warn of an overflow.
         context = contextvars.copy_context()
         first = _next_number()
-        thread = threading.Thread(target=context.run, args=(self._body, code, wanted, first), daemon=True)
-        thread.start()
+        thread = _idle.pop() if _idle else _Thread()
+        thread.begin(functools.partial(context.run, self._body, code, wanted, first))
         while True:
             self._asked.acquire()
             if self._ended:
@@ -60,7 +105,7 @@ class Aside:
             except BaseException as thrown:  # the end of the run: it goes through the code in the thread
                 self._thrown = thrown
             self._answered.release()
-        thread.join()
+        thread.rest()
         _number_from(self._next)
         if self._error is not None:
             raise self._error

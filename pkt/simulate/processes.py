@@ -25,6 +25,7 @@ import greenlet
 import torch
 
 from pkt.errors import PktError
+from pkt.simulate.engine import end_idle
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -39,6 +40,7 @@ class ProcessDied(PktError):
 
 def processes() -> int:
     """How many processes may share work now: one a core, or 1 where a fork is not safe or tests have the cores."""
+    end_idle()
     if not sys.platform.startswith("linux") or threading.active_count() > 1 or torch.cuda.is_initialized():
         return 1
     if greenlet.getcurrent().parent is not None or multiprocessing.parent_process() is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import multiprocessing
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,39 @@ def test_a_kernel_in_a_backward_pass_does_not_warn_of_an_overflow() -> None:
         return [y.item(), x.grad.item()]  # type: ignore[union-attr]
 
     assert pkt.launch(main, 2, device="cpu") == [[math.inf, math.inf]] * 2
+
+
+def differentiated(world: Any) -> set[int]:
+    """The threads of three backward passes."""
+    threads: set[int] = set()
+    for _ in range(3):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: threads.add(threading.get_ident()))
+        x.sum().backward()
+    return threads
+
+
+def test_backward_passes_share_a_thread() -> None:
+    """A new one would have to count up to the number of the last node that anyone has made."""
+    engine.end_idle()
+    before = threading.active_count()
+    first, second = pkt.launch(differentiated, 2, device="cpu")
+    assert first == second != {threading.get_ident()}
+    assert len(first) == 1
+    assert pkt.launch(differentiated, 1, device="cpu") == [first]
+    assert threading.active_count() == before + 1
+    engine.end_idle()
+    assert threading.active_count() == before
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    pkt.launch(differentiated, 1, device="cpu")
+    process = multiprocessing.get_context("fork").Process(target=pkt.launch, args=(differentiated, 2, "cpu"))
+    process.start()
+    process.join(20)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0
 
 
 def test_the_engine_is_given_back() -> None:

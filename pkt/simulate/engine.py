@@ -67,6 +67,11 @@ class _Thread:
             self._done.release()
 
 
+def idle() -> int:
+    """How many threads run nothing."""
+    return len(_idle)
+
+
 def end_idle() -> None:
     """End the threads that run nothing."""
     while _idle:

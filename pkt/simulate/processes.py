@@ -25,7 +25,7 @@ import greenlet
 import torch
 
 from pkt.errors import PktError
-from pkt.simulate.engine import end_idle
+from pkt.simulate import engine
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -40,8 +40,8 @@ class ProcessDied(PktError):
 
 def processes() -> int:
     """How many processes may share work now: one a core, or 1 where a fork is not safe or tests have the cores."""
-    end_idle()
-    if not sys.platform.startswith("linux") or threading.active_count() > 1 or torch.cuda.is_initialized():
+    threads = threading.active_count() - engine.idle()
+    if not sys.platform.startswith("linux") or threads > 1 or torch.cuda.is_initialized():
         return 1
     if greenlet.getcurrent().parent is not None or multiprocessing.parent_process() is not None:
         return 1  # a simulated rank, or one of several processes
@@ -74,6 +74,7 @@ def each(call: Callable[[A], B], items: Sequence[A], count: int | None) -> Gener
 
 def _shared(call: Callable[[A], B], items: Sequence[A], count: int) -> Generator[B, None, None]:
     """Process k of `count` has the items k, k + count, and so on. Where so many cannot start, this process has all."""
+    engine.end_idle()
     fork = multiprocessing.get_context("fork")
     children: list[tuple[Any, Connection]] = []
     try:

@@ -9,8 +9,8 @@ fused: one launch and no barrier. Results go in words of data and flag to every 
 gluon: of latent caches on GPUs with Triton 3.6: attention in specialised warps, see gluon.py, then a kernel that merges
     its parts and, of few rows, puts the results in these words and merges rows as they come. Behind many rows of two
     ranks come an all-gather and a third kernel, as in unfused. More ranks share them out in a third kernel, that of
-    nodes: each merges 1 / W of the rows and stores them at the others, 8 * (W - 1) / W * rows * (E + 1) bytes. It is
-    not measured there.
+    nodes: each merges 1 / W of the rows and stores them at the others, 8 * (W - 1) / W * rows * (E + 1) bytes. That
+    kernel has not run on more than two GPUs.
 waits: two launches: a rank's result, and a kernel that puts it to every rank in these words, and merges rows as they
     come: as many bytes, no barrier.
 unfused: three launches: a rank's result, pkt's all-gather, and a kernel that merges: the gathered bytes are
@@ -109,8 +109,8 @@ def flash_decode(
 
     Symmetric memory kept: words of 3 / 2 * E fp32 for each row, rounded up to a power of two: fused and waits 2 * W *
     rows of them where there are several ranks; and a unit's for each program and each unit, see attention.py. gluon
-    keeps 64 rows of E + 1 fp32 for each SM and each 64 rows of a sequence, and the words or, of many rows, W + 1 times
-    rows of E + 1 fp32. nodes, over N nodes of M ranks, keeps
+    keeps 64 rows of E + 1 fp32 for each SM and each 64 rows of a sequence, and the words or, of many rows, rows of
+    E + 1 fp32: 3 times on two ranks and twice on more. nodes, over N nodes of M ranks, keeps
     2 + 2 * N / M times rows of E + 1 fp32. Raises NotSymmetric, ShapeError,
     DtypeError, Unsupported, CollectiveMismatch.
     """

@@ -1,5 +1,5 @@
 """The form over several nodes: `decode_kernel` on every rank, then one kernel that merges the ranks' results. On one
-node the kernel merges many rows of "gluon".
+node the kernel merges many rows of "gluon", and 1. and 2. are one step, without the box.
 
 The rows are cut into pieces. The ranks of a node share the pieces; ranks with one local rank (a rail) merge the same:
 
@@ -75,33 +75,33 @@ def nodes_kernel(
             merged = device.no_rows(p, TAKE)
             for j in tl.static_range(NEAR):
                 merged = device.with_rows(merged, address.of_rank(row, node * NEAR + j, world), number < rows, p)
-            part, lse = merging.divided(merged[2], merged[0], merged[1])
-            _store(part, lse, sent + (number - first) * (p.E + 1), number < rows, rank, p, world)
+            if NODES > 1:
+                part, lse = merging.divided(merged[2], merged[0], merged[1])
+                _store(part, lse, sent + (number - first) * (p.E + 1), number < rows, rank, p, world)
+            else:
+                _finish(merged, number, number < rows, m, p, world, NEAR)
         if NODES > 1:
             nbytes = tl.minimum(rows - first, PIECE) * (p.E + 1) * 4
             for i in range(1, NODES):
                 to = (node + i) % NODES * NEAR + local
                 pl.put_signal(m.arrived + node * each + task, to, world, dst=sent, src=sent, nbytes=nbytes)
-    for task in range(pid, mine, programs):
-        piece = task * NEAR + local
-        at = tl.cast(task, tl.int64) * PIECE * (p.E + 1)
-        if NODES > 1:
+        else:
+            nodes.signal_node(m.there + (task * NEAR + local), world, NEAR)  # publish
+    if NODES > 1:
+        for task in range(pid, mine, programs):
+            piece = task * NEAR + local
+            at = tl.cast(task, tl.int64) * PIECE * (p.E + 1)
             for i in range(1, NODES):
                 pl.wait(m.arrived + (node + NODES - i) % NODES * each + task, launch, world)
-        for start in range(0, PIECE, TAKE):
-            row = start + tl.arange(0, TAKE)
-            number = piece * PIECE + row
-            merged = device.no_rows(p, TAKE)
-            for origin in range(NODES):
-                got = nodes.slot(half, origin, m.share) + at
-                merged = device.with_rows(merged, got + row * (p.E + 1), number < rows, p)
-            most, total, acc = device.with_sink(merged[0], merged[1], merged[2], number, number < rows, p)
-            part, lse = merging.divided(acc, most, total)
-            device.store_rows(part, lse, number, number < rows, p)
-            whole = m.whole + tl.cast(number, tl.int64) * (p.E + 1)
-            for j in tl.static_range(1, NEAR):
-                _store(part, lse, whole, number < rows, node * NEAR + (local + j) % NEAR, p, world)
-        nodes.signal_node(m.there + piece, world, NEAR)  # publish
+            for start in range(0, PIECE, TAKE):
+                row = start + tl.arange(0, TAKE)
+                number = piece * PIECE + row
+                merged = device.no_rows(p, TAKE)
+                for origin in range(NODES):
+                    got = nodes.slot(half, origin, m.share) + at
+                    merged = device.with_rows(merged, got + row * (p.E + 1), number < rows, p)
+                _finish(merged, number, number < rows, m, p, world, NEAR)
+            nodes.signal_node(m.there + piece, world, NEAR)  # publish
     for piece in range(pid, pieces, programs):
         if piece % NEAR != local:
             pl.wait(m.there + piece, launch, world)
@@ -112,6 +112,18 @@ def nodes_kernel(
                 device.store_rows(part, lse, number, number < rows, p)
     if NODES > 1:
         pl.quiet(world)  # before the next launch's signals
+
+
+@triton.jit
+def _finish(merged, number, exists, m, p, world, NEAR: tl.constexpr):
+    """Store finished rows as the operator's, and in `whole` of the other ranks of the node."""
+    most, total, acc = device.with_sink(merged[0], merged[1], merged[2], number, exists, p)
+    part, lse = merging.divided(acc, most, total)
+    device.store_rows(part, lse, number, exists, p)
+    rank = tl.cast(world.rank, tl.int32)
+    whole = m.whole + tl.cast(number, tl.int64) * (p.E + 1)
+    for j in tl.static_range(1, NEAR):
+        _store(part, lse, whole, exists, rank - rank % NEAR + (rank + j) % NEAR, p, world)
 
 
 @triton.jit
@@ -135,7 +147,7 @@ def launch_merging(world: World, rows: int, E: int, take: int, results: Symmetri
     def make() -> Memory:
         share = each * piece * (E + 1)
         return Memory(
-            empty(2, world.nodes, share, name="flash_decode.box", world=world),
+            empty(2, world.nodes, share if world.nodes > 1 else 1, name="flash_decode.box", world=world),
             empty(rows, E + 1, name="flash_decode.whole", world=world),
             counters("ready", programs), counters("arrived", world.nodes * each), counters("there", pieces), share,
         )  # fmt: skip

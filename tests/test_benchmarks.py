@@ -33,6 +33,7 @@ OTHERS = (
     "forms",
     "flash_decode",
     "all_reduce_rms_norm",
+    "reduce_scatter_rms_norm",
     "moe",
     "dispatch",
     "dispatch_matmul",

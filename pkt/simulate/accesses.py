@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from pkt.simulate import cost
+from pkt.simulate import cost, threads
 from pkt.simulate.bad_address import bad_address, check_counters, check_near, misaligned
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import POLLING, Detector, Sync
@@ -57,6 +57,8 @@ class Accesses:
         kind = "volatile load" if volatile else "load"
         if self.m.current.looking:
             kind = self._polls(kind)
+        if at is not None:
+            threads.check(self.m, self.detector.reported, parts, addresses.shape, kind, at, stores=False)
         before_read = self._before_poll if volatile else self._before_read
         for access, _ in parts:
             if access.region.kind == "signals":
@@ -79,7 +81,10 @@ class Accesses:
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
         self._step(addresses.item(0))
         at = site() if self.m.races else None
-        for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
+        parts = self._resolve(addresses, mask, values.dtype.itemsize, "store")
+        if at is not None:
+            threads.check(self.m, self.detector.reported, parts, addresses.shape, "store", at, stores=True)
+        for access, where in parts:
             self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False, at=at)
 
     def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
@@ -192,6 +197,10 @@ class Accesses:
                 loop.seen = hash((loop.seen, found))
                 if access is not None:
                     loop.polled[access.first()] = access
+
+    def join_threads(self) -> None:
+        """The program's threads meet: at a barrier, or in an operation that Triton compiles with one."""
+        self.m.current.stored.clear()
 
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)

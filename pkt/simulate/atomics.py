@@ -10,6 +10,7 @@ import numpy as np
 import triton.language as tl
 
 from pkt.errors import SignalIndexError
+from pkt.simulate import threads
 from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.constants import new_tensor
@@ -60,6 +61,9 @@ class Atomics(Accesses):
             change = m.faults.change(at)
             if change == "remove" and not reads:
                 return out.reshape(addresses.shape)
+        threads.check(m, self.detector.reported, parts, addresses.shape, "atomic", at, stores=True)
+        if addresses.size == 1 and task.stored and not unused():  # one thread tells the others the old value
+            self.join_threads()
         releases = sem in ("release", "acquire_release") and change != "relax"
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
         most = ALL_OF_THEM if acquires or releases else 256

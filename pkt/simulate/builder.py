@@ -147,6 +147,7 @@ class Builder(InterpreterBuilder):
         return handle(numerics.high_product(a, b).view(lhs.data.dtype), lhs.dtype)
 
     def create_histogram(self, data, bins, mask):
+        self.pkt.join_threads()
         inside = (data.data >= 0) & (data.data < bins)  # values outside the bins are not counted
         chosen = data.data[inside if mask is None else inside & mask.data]
         return handle(np.bincount(chosen.astype(np.int64), minlength=bins).astype(np.int32), tl.int32)
@@ -234,6 +235,7 @@ class Builder(InterpreterBuilder):
         parts = _PARTS.get(str(input_precision).split(".")[-1], 0)
         product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32, parts)
         self.pkt.computed(2.0 * product.size * a.data.shape[-1])
+        self.pkt.join_threads()
         product += decode(d.data, d.dtype.scalar)
         ty = d.dtype.scalar
         return handle(encode(product, ty) if ty.name in BITS else product.astype(d.data.dtype, copy=False), ty)
@@ -249,6 +251,7 @@ class Builder(InterpreterBuilder):
         x, y = (scale(v, None if e is None else e.data) for v, e in ((x, a_scale), (y, b_scale)))
         product = matmul(x, tl.float32, np.swapaxes(y, -1, -2), tl.float32, tf32=False)
         self.pkt.computed(2.0 * product.size * x.shape[-1])
+        self.pkt.join_threads()
         return handle(product + acc.data, tl.float32)
 
     def _operand(self, block, kind, packed_axis):

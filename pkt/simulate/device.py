@@ -151,6 +151,7 @@ class SimulatedDevice(Flagged, Multimem, Far):
 
     def check_exit(self, task: Any) -> None:
         """Order a program's TMA stores when it ends. Stores that are still pending stay so until the grid ends."""
+        task.stored.clear()  # it must not keep memory
         if self.m.races:
             task.clock[task.column + 1] = task.async_clock
 

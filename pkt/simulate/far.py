@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pkt.errors import NotSymmetric, RankError, ShapeError
-from pkt.simulate import cost
+from pkt.simulate import cost, threads
 from pkt.simulate.accesses import scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.bad_address import check_kind
@@ -178,6 +178,8 @@ class Far(Atomics):
         m, task = self.m, self.m.current
         call = self._call(to, clock, at)
         if data is not None:
+            source = data[0]  # which one thread of the program gives to the network
+            threads.check(m, self.detector.reported, [(source, ...)], (source.count,), FAR_READ, at, stores=False)
             for access in data:
                 self._own_stores(access)
             call.data, call.time = data, call.time + data[0].nbytes / cost.FAR_BYTES_PER_US

@@ -74,6 +74,16 @@ class DataRace(PktError):
         return cls.of(text, first=first, second=second, pair=pair)
 
 
+class MissingBarrier(DataRace):
+    """Threads of a program access what other threads of it have stored, with no barrier between the two."""
+
+    said = (
+        "missing barrier",
+        "another thread of the program may not have done this yet",
+        "call tl.debug_barrier() between the two",
+    )
+
+
 class MissingQuiet(DataRace):
     """The source of a put to a rank of another node is written again while the network may still read it."""
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from pkt.simulate.constants import new_tensor
 from pkt.simulate.numerics import BITS
+from pkt.simulate.source import builder
 
 
 def _tensor(data: np.ndarray, ty: tl.dtype) -> tl.tensor:
@@ -55,6 +56,7 @@ def _combine(combine_fn: Any, left: list[np.ndarray], right: list[np.ndarray], t
 
 def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=None):
     inputs = input if isinstance(input, tuple) else (input,)
+    builder.pkt.join_threads()
     axis, keep_dims = getattr(axis, "value", axis), getattr(keep_dims, "value", keep_dims)
     arrays = [t.handle.data for t in inputs]
     shape = arrays[0].shape
@@ -84,6 +86,7 @@ def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=
 
 def associative_scan(input, axis, combine_fn, reverse=False, _semantic=None, _generator=None):
     inputs = input if isinstance(input, tuple) else (input,)
+    builder.pkt.join_threads()
     at = getattr(axis, "value", axis) % inputs[0].handle.data.ndim
     backwards = bool(getattr(reverse, "value", reverse))
     arrays, types = [t.handle.data.copy() for t in inputs], [t.dtype for t in inputs]

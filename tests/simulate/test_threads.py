@@ -1,0 +1,240 @@
+"""Accesses of one program by different threads: each case with a barrier between them, and without."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.simulate.findings import MissingBarrier
+from tests.simulate.helpers import assert_right, find_race, line_of, outcome
+
+N = 128
+NOTHING, BARRIER = "nothing", "a barrier"
+ORDERED_BY = ("tl.dot", "tl.sum", "tl.cumsum", "pl.signal", "an atomic whose result is used")
+
+
+@triton.jit
+def between(x, flags, world, HOW: tl.constexpr):
+    if HOW == "a barrier":
+        tl.debug_barrier()
+    if HOW == "tl.dot":
+        ones = tl.full((16, 16), 1.0, tl.float32)
+        at = 16 * tl.arange(0, 16)[:, None] + tl.arange(0, 16)[None, :]
+        tl.store(x + 2048 + at, tl.dot(ones, ones).to(tl.int32))
+    if HOW == "tl.sum":
+        tl.store(x + 2048, tl.sum(tl.arange(0, 64)))
+    if HOW == "tl.cumsum":
+        tl.store(x + 2048 + tl.arange(0, 64), tl.cumsum(tl.arange(0, 64)))
+    if HOW == "pl.signal":
+        pl.signal(flags, world.rank, world)
+    if HOW == "an atomic whose result is used":
+        tl.store(x + 2048, tl.atomic_add(x + 2049, 1))
+    if HOW == "an atomic":
+        tl.atomic_add(x + 2049, 1)
+
+
+@triton.jit
+def backwards(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, i)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + i, tl.load(x + N - 1 - i))
+
+
+@triton.jit
+def scalar_to_all(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x, 7)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + i, tl.load(x + 0 * i))
+
+
+@triton.jit
+def element_of_a_block(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), 7)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024, tl.load(x + N - 1))
+
+
+@triton.jit
+def two_stores(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), 0)
+    between(x, flags, world, HOW)
+    tl.store(x + 64 + tl.arange(0, N // 2), 1)
+
+
+@triton.jit
+def zeros_then_atomics(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, 0)
+    between(x, flags, world, HOW)
+    tl.atomic_add(x + i // 2, 1)
+
+
+@triton.jit
+def atomics_then_load(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.atomic_add(x + i // 2, 1)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + i, tl.load(x + i))
+
+
+@triton.jit
+def transposed(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    row, col = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    tl.store(x + 16 * row + col, row)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + 16 * row + col, tl.load(x + row + 16 * col))
+
+
+@triton.jit
+def halves_of_words(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, i)
+    between(x, flags, world, HOW)
+    halves = tl.load(x.to(tl.pointer_type(tl.int16)) + 2 * i + 1)
+    tl.store(x + 1024 + i, halves.to(tl.int32))
+
+
+@triton.jit
+def in_a_loop(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    for n in range(3):
+        tl.store(x + i, n)
+        between(x, flags, world, HOW)
+        tl.store(x + 1024 + N * n + i, tl.load(x + (i + 1) % N))
+        tl.debug_barrier()
+
+
+@triton.jit
+def some_of_a_block(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, i, mask=i % 3 == 0)
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + i, tl.load(x + i + 1, mask=i % 3 == 2, other=0))
+
+
+KERNELS = (
+    backwards, scalar_to_all, element_of_a_block, two_stores, zeros_then_atomics, atomics_then_load, transposed,
+    halves_of_words, in_a_loop, some_of_a_block,
+)  # fmt: skip
+
+
+def main(world: Any, kernel: Any, how: str, n: int = N, where: str = "heap", **options: Any) -> None:
+    x = pkt.zeros(4096, dtype=torch.int32) if where == "heap" else torch.zeros(4096, dtype=torch.int32)
+    flags = pkt.signals(1, unwaited=True)
+    kernel[(1,)](x, flags, world.device, how, n, **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.fn.__name__)
+def test_other_threads_need_a_barrier(kernel: Any) -> None:
+    assert_right(main, 2, (kernel, BARRIER), seeds=range(8))
+    for where in ("heap", "plain tensor"):
+        assert type(find_race(main, 2, (kernel, NOTHING, N, where))) is MissingBarrier
+
+
+@pytest.mark.parametrize("how", ORDERED_BY)
+def test_so_do_operations_that_triton_compiles_with_a_barrier(how: str) -> None:
+    assert_right(main, 2, (backwards, how), seeds=range(8))
+
+
+def test_an_atomic_whose_result_nobody_needs_is_no_barrier() -> None:
+    assert type(find_race(main, 2, (backwards, "an atomic"))) is MissingBarrier
+
+
+@triton.jit
+def own_elements(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    for n in range(3):
+        tl.store(x + i, tl.load(x + i) + n)
+        tl.store(x + i, tl.load(x + i, mask=i > 3), mask=i > 5)
+        tl.store(x + i, tl.load(x + i, mask=i % 4 == 0, other=0), mask=i % 2 == 0)
+    tl.atomic_add(x + i, 1)
+    tl.store(x + 1024, tl.load(x + 1024) + 1)
+    tl.store(x + 1024, tl.load(x + 1024) + 1)
+    tl.store(x + 2048 + i, tl.load(x + i))
+
+
+@triton.jit
+def loads_first(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + 1024 + i, i)
+    tl.store(x + i, tl.load(x + 512 + i))
+    tl.store(x + 512 + (N - 1 - i), i)
+
+
+@triton.jit
+def beside(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + 2 * i, i)
+    tl.store(x + 1024 + i, tl.load(x + 2 * (N - 1 - i) + 1))
+    half = tl.arange(0, N // 2)
+    tl.store(x + 2048 + half, tl.load(x + 2 * half + 1))
+
+
+@triton.jit
+def atomics_only(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.atomic_add(x + i, 1)
+    tl.atomic_max(x + N - 1 - i, i)
+
+
+@pytest.mark.parametrize("kernel", [own_elements, loads_first, beside, atomics_only], ids=lambda k: k.fn.__name__)
+def test_a_thread_sees_what_it_has_stored(kernel: Any) -> None:
+    assert_right(main, 2, (kernel, NOTHING), seeds=range(8))
+
+
+def one_warp(world: Any, kernel: Any) -> None:
+    main(world, kernel, NOTHING, num_warps=1)
+
+
+def test_the_threads_of_a_warp_go_in_step() -> None:
+    assert_right(one_warp, 2, (backwards,), seeds=range(8))
+    assert_right(main, 2, (backwards, NOTHING, 32), seeds=range(8))
+    assert type(find_race(main, 2, (backwards, NOTHING, 64))) is MissingBarrier
+
+
+def test_a_program_says_nothing_about_others() -> None:
+    """Two programs of one rank, of which each accesses its own part."""
+
+    @triton.jit
+    def parts(x, N: tl.constexpr):
+        i = tl.program_id(0) * N + tl.arange(0, N)
+        tl.store(x + i, i)
+
+    def run(world: Any) -> None:
+        x = pkt.zeros(512, dtype=torch.int32)
+        parts[(4,)](x, 128)
+        parts[(2,)](x, 256)
+
+    assert_right(run, 2, seeds=range(8))
+
+
+def test_the_message_has_both_lines_and_the_remedy() -> None:
+    race = find_race(main, 2, (backwards, NOTHING))
+    assert (race.first.rank, race.first.kind) == (race.second.rank, "store")
+    assert race.second.kind == "load"
+    assert (race.first.site, race.second.site) == (
+        line_of(backwards, "tl.store(x + i, i)"), line_of(backwards, "tl.load(x + N")
+    )  # fmt: skip
+    load, store, remedy = str(race).splitlines()
+    assert re.match(r"missing barrier: load of rank \d's zeros@test_threads.py:\d+\[0\] by rank", load)
+    assert store.startswith("  another thread of the program may not have done this yet: store of rank")
+    assert remedy == "  call tl.debug_barrier() between the two"
+
+
+def test_one_is_found_once() -> None:
+    found = outcome(main, 2, args=(in_a_loop, NOTHING)).findings
+    assert [type(error) for error in found] == [MissingBarrier] * len(found)
+    assert len(found) <= 2  # each rank's
+
+
+def test_the_race_detector_finds_them() -> None:
+    assert outcome(main, 2, args=(backwards, NOTHING), races=False).failure is None

@@ -41,11 +41,14 @@ def low_latency_kernel(
     flag = words.flag_of(launch)
     words.put_counts(idx_ptr, half, flag, p, world)
     programs = tl.num_programs(0)
-    if world.size > 1:
-        for task in range(pid, p.T * p.PARTS, programs):
-            _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
+    # Where each program has whole tokens, half of them copy while the others send, and send afterwards.
+    late = (p.PARTS == 1) & (2 * pid >= programs)
+    if not late:
+        _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
+    tasks, own = p.T * p.PARTS, programs - 1 - pid  # few tokens are copied by programs that send none
+    mine = _numbers(idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world)  # while the counts are on their way
     counts = words.take_counts(half, flag, p, world)
     total = words.added(counts, world.size, world)
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
@@ -57,8 +60,13 @@ def low_latency_kernel(
     sent = tl.where(fits, sent, 0)
     OTHERS: tl.constexpr = max(world.size - 1, 1)
     base = starts + words.added(counts, rank, world)
-    for task in range(pid, p.T * p.PARTS, programs):
-        _place_own(x_ptr, idx_ptr, w_ptr, s_ptr, base, sent, task // p.PARTS, task % p.PARTS, to, p, world)
+    while own < tasks:
+        _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, own // p.PARTS, own % p.PARTS, to, p, world)
+        own += programs
+        if own < tasks:
+            mine = _numbers(idx_ptr, own // p.PARTS, p, world)
+    if late:
+        _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
     if world.size > 1:
         for task in range(pid, tl.max(sent, 0) * OTHERS * p.PARTS, programs):
             source = (rank + 1 + task // p.PARTS % OTHERS) % world.size
@@ -79,6 +87,14 @@ def _of(numbers, rank):
     """A rank's number of (W,)."""
     ranks = tl.arange(0, numbers.shape[0])
     return tl.sum(tl.where(ranks == rank, numbers, 0), 0)
+
+
+@triton.jit
+def _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world):
+    """Put this program's parts of tokens to the other ranks of their experts."""
+    if world.size > 1:
+        for task in range(tl.program_id(0), p.T * p.PARTS, tl.num_programs(0)):
+            _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
 
 
 @triton.jit
@@ -163,15 +179,15 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
     if part == 0:
         t = tl.sum(tl.where(k == p.K, expert, 0), 0)
         _tell_pairs(rows, bits.to(tl.float32, bitcast=True), sent, source, j, t, to, p)
+    places = _one_by_one(rows, p)
     PER: tl.constexpr = 32 // to.rows.dtype.element_ty.primitive_bitwidth
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
         inside = word < p.THIRD
         found = pl.take_flagged(at + 4 * (p.K + 1 + word), flag, world, mask=inside)
-        for i in range(p.K):
-            row = tl.sum(tl.where(k == i, rows, 0), 0)
-            if row >= 0:
-                out = to.rows + tl.cast(row, tl.int64) * p.H
+        for i in tl.static_range(p.K):
+            if places[i] >= 0:
+                out = to.rows + tl.cast(places[i], tl.int64) * p.H
                 for third in tl.static_range(3):
                     packing.store(out, word + third * p.THIRD, found[third], inside, p.H, PER)
     if p.SCALED:
@@ -179,19 +195,18 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
             word = block * p.BLOCK + tl.arange(0, p.BLOCK)
             inside = word < p.SCALES
             found = pl.take_flagged(at + 4 * (p.K + 1 + p.THIRD + word), flag, world, mask=inside)
-            for i in range(p.K):
-                row = tl.sum(tl.where(k == i, rows, 0), 0)
-                if row >= 0:
-                    out = to.scales + tl.cast(row, tl.int64) * p.G
+            for i in tl.static_range(p.K):
+                if places[i] >= 0:
+                    out = to.scales + tl.cast(places[i], tl.int64) * p.G
                     for third in tl.static_range(3):
                         packing.store(out, word + third * p.SCALES, found[third], inside, p.G, 1)
 
 
 @triton.jit
-def _place_own(x_ptr, idx_ptr, w_ptr, s_ptr, base, sent, t, part, to, p, world):
-    """`_place_token` of this rank's own token t, from where it is. base: of this rank."""
+def _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, t, part, to, p, world):
+    """`_place_token` of this rank's own token t, from where it is. mine: its `_numbers`; base: of this rank."""
     rank = tl.cast(world.rank, tl.int32)
-    chosen, pairs, tokens, goes = _numbers(idx_ptr, t, p, world)
+    chosen, pairs, tokens, goes = mine
     j = _of(tokens, rank)
     if (_of(goes, rank) > 0) & (j < _of(sent, rank)):  # none are sent where they do not fit
         k = tl.arange(0, p.K2)
@@ -199,9 +214,10 @@ def _place_own(x_ptr, idx_ptr, w_ptr, s_ptr, base, sent, t, part, to, p, world):
         if part == 0:
             weights = tl.load(w_ptr + tl.cast(t, tl.int64) * p.K + k, mask=k < p.K, other=0)
             _tell_pairs(rows, weights, sent, rank, j, t, to, p)
-        _copy(x_ptr + tl.cast(t, tl.int64) * p.H, to.rows, rows, part, p.H, p)
+        places = _one_by_one(rows, p)
+        _copy(x_ptr + tl.cast(t, tl.int64) * p.H, to.rows, places, part, p.H, p)
         if p.SCALED:
-            _copy(s_ptr + tl.cast(t, tl.int64) * p.G, to.scales, rows, part, p.G, p)
+            _copy(s_ptr + tl.cast(t, tl.int64) * p.G, to.scales, places, part, p.G, p)
 
 
 @triton.jit
@@ -211,6 +227,16 @@ def _rows(expert, number, base, p):
     e = tl.arange(0, p.OWN2)
     begin = tl.sum(tl.where(expert[:, None] == e[None, :], base[None, :], 0), 1)
     return tl.where(expert >= 0, begin + number, -1)
+
+
+@triton.jit
+def _one_by_one(rows, p):
+    """A token's rows as scalars: once, not for each part of the token that is stored there."""
+    k = tl.arange(0, rows.shape[0])
+    places = ()
+    for i in tl.static_range(p.K):
+        places = places + (tl.sum(tl.where(k == i, rows, 0), 0),)
+    return places
 
 
 @triton.jit
@@ -227,17 +253,15 @@ def _tell_pairs(rows, weights, sent, source, j, t, to, p):
 
 
 @triton.jit
-def _copy(from_ptr, to_ptr, rows, part, length, p):
-    """Store a part of what lies at `from_ptr`, `length` elements, into each of `rows` that is one."""
+def _copy(from_ptr, to_ptr, places, part, length, p):
+    """Store a part of what lies at `from_ptr`, `length` elements, into each row of `places` that is one."""
     WIDE: tl.constexpr = p.LANES * (128 // from_ptr.dtype.element_ty.primitive_bitwidth)  # 16 bytes a thread
-    k = tl.arange(0, rows.shape[0])
     for start in range(part * WIDE, length, p.PARTS * WIDE):
         at = start + tl.arange(0, WIDE)
         found = tl.load(from_ptr + at, mask=at < length)
-        for i in range(p.K):
-            row = tl.sum(tl.where(k == i, rows, 0), 0)
-            if row >= 0:
-                tl.store(to_ptr + tl.cast(row, tl.int64) * length + at, found, mask=at < length)
+        for i in tl.static_range(p.K):
+            if places[i] >= 0:
+                tl.store(to_ptr + tl.cast(places[i], tl.int64) * length + at, found, mask=at < length)
 
 
 @triton.jit

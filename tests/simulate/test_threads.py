@@ -17,7 +17,9 @@ from tests.simulate.helpers import assert_right, find_race, line_of, outcome
 
 N = 128
 NOTHING, BARRIER = "nothing", "a barrier"
-ORDERED_BY = ("tl.dot", "tl.sum", "tl.cumsum", "pl.signal", "an atomic whose result is used")
+ORDERED_BY = (
+    "tl.dot", "tl.sum", "tl.cumsum", "pl.signal", "an atomic whose result is used", "an atomic that releases",
+)  # fmt: skip
 
 
 @triton.jit
@@ -35,9 +37,11 @@ def between(x, flags, world, HOW: tl.constexpr):
     if HOW == "pl.signal":
         pl.signal(flags, world.rank, world)
     if HOW == "an atomic whose result is used":
-        tl.store(x + 2048, tl.atomic_add(x + 2049, 1))
+        tl.store(x + 2048, tl.atomic_add(x + 2049, 1, sem="relaxed"))
+    if HOW == "an atomic that releases":
+        tl.atomic_add(x + 2049, 1, sem="release")
     if HOW == "an atomic":
-        tl.atomic_add(x + 2049, 1)
+        tl.atomic_add(x + 2049, 1, sem="relaxed")
 
 
 @triton.jit

@@ -22,6 +22,7 @@ warps = pytest.importorskip("pkt.kernels.shared.gluon_warps")
 from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
 from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order  # noqa: E402
 from pkt.kernels.flash_decode import gluon as decode  # noqa: E402
+from pkt.kernels.flash_decode import gluon_loading, gluon_units  # noqa: E402
 from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
 from pkt.kernels.ring_attention import exact, gluon_tasks, sequence  # noqa: E402
@@ -35,7 +36,10 @@ HALF, SWIZZLED = (BM // 2, BN), 2
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
 
 RING = [ring_kernel, gluon_tasks, gluon_slots]
-PARTS = {decode: [gluon_slots], push: [gluon_order, gluon_keep], ring: RING, ulysses: [*RING, ring]}
+PARTS = {
+    decode: [gluon_slots, gluon_units, gluon_loading], push: [gluon_order, gluon_keep], ring: RING,
+    ulysses: [*RING, ring],
+}  # fmt: skip
 """More modules of a kernel."""
 PUSH = [warps, *PARTS[push], push]
 Functions = dict[str, Any]

@@ -12,8 +12,9 @@ before a store, or about TMA.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +24,21 @@ from pkt.simulate.memory import Access, Strided
 from pkt.wording import Access as Said
 
 WARP = 32  # threads
-KEPT = 64  # stores to one region that a program is remembered for
+KEPT = 16  # stores of a program to one region, the last ones, that are kept
+COMPARED = 4  # of them that are compared with an access element by element
 
 
-class Done(NamedTuple):
+class Done:
     """Elements that a program has stored, updated or loaded. where: which of a block of `shape` they are, flat."""
 
-    access: Access
-    shape: tuple[int, ...]
-    where: Any
-    kind: str
-    at: Site
+    __slots__ = ("access", "shape", "where", "kind", "at", "low", "high", "few", "rows")
+
+    def __init__(self, access: Access, shape: tuple[int, ...], where: Any, kind: str, at: Site) -> None:
+        self.access, self.shape, self.where, self.kind, self.at = access, shape, where, kind, at
+        self.low, self.high = access.span()
+        self.few = math.prod(shape) <= WARP
+        place = access.place if isinstance(access, Strided) else None
+        self.rows = None if place is None or place.repeats() else (shape, place.shape, place.strides, place.itemsize)
 
     def elements(self) -> np.ndarray:
         """The place in the block of each element."""
@@ -41,20 +46,36 @@ class Done(NamedTuple):
             return self.where
         return np.arange(self.access.count) if self.where is ... else np.arange(self.where.start, self.where.stop)
 
-    def before(self, later: Done) -> int | None:
+    def may_meet(self, later: Done) -> bool:
+        """Whether `later` may access bytes of this by other threads: mostly a few numbers tell that it does not."""
+        if self.low >= later.high or later.low >= self.high or (self.few and later.few):
+            return False
+        if self.rows is None or self.rows != later.rows:
+            return True
+        if self.low == later.low:
+            return bool(self.where != later.where)
+        return _cross(later.low - self.low, *self.rows[1:3])
+
+    def meets(self, later: Done) -> int | None:
         """A byte of the region that another thread accesses in `later` than did here; None without one."""
         one, two = self.access, later.access
-        low, high = one.span()
-        first, end = two.span()
-        if high <= first or end <= low or max(math.prod(self.shape), math.prod(later.shape)) <= WARP:
-            return None
         if self.shape != later.shape or one.itemsize != two.itemsize:
             return _shared(one, two)
-        if _same(one, two):
-            return None
         offsets, here, there = np.intersect1d(one.byte_offsets(), two.byte_offsets(), return_indices=True)
         apart = np.flatnonzero(self.elements()[here] != later.elements()[there])
         return int(offsets[apart[0]]) if apart.size else None
+
+
+def _cross(distance: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two equal blocks of rows, of which one begins `distance` bytes behind the other, share an element. No row
+    of a block begins before the one before it ends."""
+    if not shape:
+        return distance == 0
+    n, step = shape[0], strides[0]
+    if n == 1:
+        return _cross(distance, shape[1:], strides[1:])
+    rows = distance // step
+    return any(abs(i) < n and _cross(distance - i * step, shape[1:], strides[1:]) for i in (rows, rows + 1))
 
 
 def _shared(one: Access, two: Access) -> int | None:
@@ -66,11 +87,6 @@ def _shared(one: Access, two: Access) -> int | None:
     return max(int(begins[shared[0]]), int(others[shared[0]])) if shared.size else None
 
 
-def _same(one: Access, two: Access) -> bool:
-    """Whether two accesses of one region are seen to be of the same place."""
-    return isinstance(one, Strided) and isinstance(two, Strided) and one.place.key() == two.place.key()
-
-
 Stored = dict[int, list[Done]]
 """What a program has stored and updated since its last barrier, by the first address of the region."""
 
@@ -78,16 +94,17 @@ Stored = dict[int, list[Done]]
 def _unordered(stored: Stored, new: Done) -> tuple[Done, int] | None:
     """What another thread may still have to do when `new` is done, with a byte of the region that both access. Two
     updates are both atomic."""
-    for old in stored.get(new.access.region.base, ()):
-        if not (old.kind == new.kind == "atomic") and (offset := old.before(new)) is not None:
+    known = stored.get(new.access.region.base, ())
+    near = (old for old in reversed(known) if not (old.kind == new.kind == "atomic") and old.may_meet(new))
+    for old in itertools.islice(near, COMPARED):
+        offset = old.meets(new)
+        if offset is not None:
             return old, offset
     return None
 
 
 def _keep(stored: Stored, new: Done) -> None:
     known = stored.setdefault(new.access.region.base, [])
-    if known and known[-1].at == new.at and _same(known[-1].access, new.access):
-        return  # a loop
     if len(known) == KEPT:
         del known[0]
     known.append(new)

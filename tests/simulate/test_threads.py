@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -12,10 +13,13 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
+from pkt.simulate.faults import Site
 from pkt.simulate.findings import MissingBarrier
+from pkt.simulate.memory import Place, Region, Scattered, Strided
+from pkt.simulate.threads import Done
 from tests.simulate.helpers import assert_right, find_race, line_of, outcome
 
-N = 128
+N, SITE = 128, Site("x.py", 1, "")
 NOTHING, BARRIER = "nothing", "a barrier"
 ORDERED_BY = (
     "tl.dot", "tl.sum", "tl.cumsum", "pl.signal", "an atomic whose result is used", "an atomic that releases",
@@ -203,6 +207,56 @@ def test_the_threads_of_a_warp_go_in_step() -> None:
     assert_right(one_warp, 2, (backwards,), seeds=range(8))
     assert_right(main, 2, (backwards, NOTHING, 32), seeds=range(8))
     assert type(find_race(main, 2, (backwards, NOTHING, 64))) is MissingBarrier
+
+
+def some(rng: np.random.Generator) -> Done:
+    """A random access to a region of 512 bytes: a block of rows, a part of a block, or scattered elements."""
+    region = Region(0, 512, np.zeros(512, np.uint8), 0, "x", "data", 4, (128,))
+    itemsize = int(rng.choice([2, 4]))
+    if rng.random() < 0.3:  # elements that a mask leaves of a block
+        n = int(rng.integers(1, 50))
+        offsets = np.sort(rng.choice(512 // itemsize, n, replace=False)) * itemsize
+        where = np.sort(rng.choice(64, n, replace=False))
+        return Done(Scattered(region, offsets.astype(np.int64), itemsize), (64,), where, "store", SITE)
+    if rng.random() < 0.5:  # one row, perhaps of a longer block
+        n, begin = int(rng.integers(20, 50)), int(rng.integers(0, 14))
+        place = Place(int(rng.integers(0, 60)) * itemsize, (n,), (itemsize,), itemsize)
+        return Done(Strided(region, place), (64,), slice(begin, begin + n), "store", SITE)
+    shape = (int(rng.choice([2, 4])), 16)
+    strides = (int(rng.choice([4, 20])) * itemsize, itemsize)
+    place = Place(int(rng.integers(0, 60)) * itemsize, shape, strides, itemsize)
+    return Done(Strided(region, place), shape, ..., "store", SITE)
+
+
+def test_what_two_accesses_share_is_found_as_by_looking_at_each_byte() -> None:
+    rng, met = np.random.default_rng(0), 0
+    for _ in range(4000):
+        one, two = some(rng), some(rng)
+        if rng.random() < 0.3:  # the same place, perhaps of other elements of the block
+            where = one.where
+            if isinstance(where, slice):
+                begin = int(rng.integers(0, 3)) + where.start
+                where = slice(begin, begin + where.stop - where.start)
+            two = Done(one.access, one.shape, where, "load", SITE)
+        same = one.shape == two.shape and one.access.itemsize == two.access.itemsize
+        threads: dict[int, set[int]] = {}
+        for offset, element in zip(one.access.byte_offsets(), one.elements()):
+            for byte in range(offset, offset + one.access.itemsize):
+                threads.setdefault(byte, set()).add(int(element) if same else -1)
+        shared = [
+            byte
+            for offset, element in zip(two.access.byte_offsets(), two.elements())
+            for byte in range(offset, offset + two.access.itemsize)
+            if byte in threads and threads[byte] != {int(element)}
+        ]
+        few = max(np.prod(one.shape), np.prod(two.shape)) <= 32
+        found = one.meets(two) if one.may_meet(two) else None
+        met += found is not None
+        if any(isinstance(d.access, Strided) and d.access.place.repeats() for d in (one, two)):
+            continue  # an element there twice has two threads
+        assert (found is not None) == (bool(shared) and not few), (one.access, two.access)
+        assert found is None or found in shared
+    assert 200 < met < 3000
 
 
 def test_a_program_says_nothing_about_others() -> None:

@@ -58,7 +58,7 @@ class Accesses:
         if self.m.current.looking:
             kind = self._polls(kind)
         if at is not None:
-            threads.check(self.m, self.detector.reported, parts, addresses.shape, kind, at, stores=False)
+            threads.check(self.m, self.detector.reported, parts, addresses.shape, kind, at)
         before_read = self._before_poll if volatile else self._before_read
         for access, _ in parts:
             if access.region.kind == "signals":
@@ -83,7 +83,7 @@ class Accesses:
         at = site() if self.m.races else None
         parts = self._resolve(addresses, mask, values.dtype.itemsize, "store")
         if at is not None:
-            threads.check(self.m, self.detector.reported, parts, addresses.shape, "store", at, stores=True)
+            threads.check(self.m, self.detector.reported, parts, addresses.shape, "store", at)
         for access, where in parts:
             self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False, at=at)
 
@@ -200,7 +200,7 @@ class Accesses:
 
     def join_threads(self) -> None:
         """The program's threads meet: at a barrier, or in an operation that Triton compiles with one."""
-        self.m.current.stored.clear()
+        threads.join(self.m.current)
 
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)

@@ -61,9 +61,9 @@ class Atomics(Accesses):
             change = m.faults.change(at)
             if change == "remove" and not reads:
                 return out.reshape(addresses.shape)
-        threads.check(m, self.detector.reported, parts, addresses.shape, "atomic", at, stores=True)
+        threads.check(m, self.detector.reported, parts, addresses.shape, "atomic", at)
         releases = sem in ("release", "acquire_release") and change != "relax"
-        if addresses.size == 1 and task.stored and (releases or not unused()):
+        if addresses.size == 1 and (task.stored or task.loaded) and (releases or not unused()):
             self.join_threads()  # before it releases, or when its thread tells the others the old value
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
         most = ALL_OF_THEM if acquires or releases else 256

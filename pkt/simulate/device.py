@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from pkt.simulate import cost
+from pkt.simulate import cost, threads
 from pkt.simulate.accesses import scalar, words_of
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.blocked import Blocked, signed
@@ -151,7 +151,7 @@ class SimulatedDevice(Flagged, Multimem, Far):
 
     def check_exit(self, task: Any) -> None:
         """Order a program's TMA stores when it ends. Stores that are still pending stay so until the grid ends."""
-        task.stored.clear()  # it must not keep memory
+        threads.join(task)  # what it has done must not keep memory
         if self.m.races:
             task.clock[task.column + 1] = task.async_clock
 

@@ -179,7 +179,7 @@ class Far(Atomics):
         call = self._call(to, clock, at)
         if data is not None:
             source = data[0]  # which one thread of the program gives to the network
-            threads.check(m, self.detector.reported, [(source, ...)], (source.count,), FAR_READ, at, stores=False)
+            threads.check(m, self.detector.reported, [(source, ...)], (source.count,), FAR_READ, at)
             for access in data:
                 self._own_stores(access)
             call.data, call.time = data, call.time + data[0].nbytes / cost.FAR_BYTES_PER_US

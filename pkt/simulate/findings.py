@@ -75,7 +75,7 @@ class DataRace(PktError):
 
 
 class MissingBarrier(DataRace):
-    """Threads of a program access what other threads of it have stored, with no barrier between the two."""
+    """Two threads of one program access an element, one of them to store it, with no barrier between."""
 
     said = (
         "missing barrier",

@@ -234,6 +234,18 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     return slow
 
 
+_MOVING = frozenset({"trans", "permute", "reshape", "view", "join", "split", "gather", "cat"})
+"""Functions of `tl` that give elements to other threads, mostly by way of shared memory and a barrier."""
+
+
+def _joining(function: Callable) -> Callable:
+    def call(*args: Any, **named: Any) -> Any:
+        builder.pkt.join_threads()
+        return function(*args, **named)
+
+    return call
+
+
 def _install() -> None:
     """Make the patches."""
     from pkt.simulate import reductions  # here, because importing pkt should load little
@@ -244,8 +256,8 @@ def _install() -> None:
     ):  # fmt: skip
         for name, member in vars(owner).items():
             if core.is_builtin(member) or (owner is tl.tensor and _takes_semantic(member)):
-                bound = _bound(member)
-                patch(owner, name, _shortcut(owner, name, bound))
+                made = _shortcut(owner, name, _bound(member))
+                patch(owner, name, _joining(made) if name in _MOVING else made)
             elif owner is tl.tensor and isinstance(member, JITFunction):
                 patch(owner, name, _method(member))
     patch(cuda, "num_warps", lambda: builder.pkt.m.current.launch.num_warps)

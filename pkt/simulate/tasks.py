@@ -69,6 +69,7 @@ class Task:
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
     aside: Any = None  # of host code: the thread in which it is in a backward pass, see pkt.simulate.engine
     stored: dict[int, list[Any]] = field(default_factory=dict)  # since its last barrier, see pkt.simulate.threads
+    loaded: dict[int, list[Any]] = field(default_factory=dict)  # likewise
     ended: bool = False  # a program: its greenlet may run another one
 
     def __post_init__(self) -> None:

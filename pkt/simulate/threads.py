@@ -1,28 +1,31 @@
 """The threads of one program, which only a barrier orders.
 
 The simulator runs a program as one thread. A GPU spreads the elements of a block over the program's threads, and Triton
-puts no barrier between a store and a load: a thread may load an element before another one has stored it. This module
-keeps what a program has stored since its last barrier, and finds accesses to it by other threads.
+puts no barrier between its accesses: a thread may load an element before another one has stored it, or store one before
+another has loaded it. This module keeps what a program has stored and loaded since its last barrier, and finds accesses
+to it by other threads.
 
 Triton chooses the thread of an element. Two blocks of one shape, whose elements are of one size, are taken to be spread
 alike, so that `tl.load(p + i)` behind `tl.store(p + i, x)` finds what its own thread has stored. Blocks of up to 32
-elements lie in one warp, whose threads go in step. Nothing is said about a program of one warp, about loads that come
-before a store, or about TMA.
+elements lie in one warp, whose threads go in step. Nothing is said about a program of one warp, or about TMA.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from pkt.simulate.detector import FAR_READ
 from pkt.simulate.faults import Site
 from pkt.simulate.findings import MissingBarrier
 from pkt.simulate.memory import Access, Strided
 from pkt.wording import Access as Said
 
+STORES = frozenset({"store", "atomic"})
 WARP = 32  # threads
 KEPT = 16  # stores of a program to one region, the last ones, that are kept
 COMPARED = 4  # of them that are compared with an access element by element
@@ -87,15 +90,17 @@ def _shared(one: Access, two: Access) -> int | None:
     return max(int(begins[shared[0]]), int(others[shared[0]])) if shared.size else None
 
 
-Stored = dict[int, list[Done]]
-"""What a program has stored and updated since its last barrier, by the first address of the region."""
+def join(task: Any) -> None:
+    """The threads of a program meet: what one has done, the others find."""
+    task.stored.clear()
+    task.loaded.clear()
 
 
-def _unordered(stored: Stored, new: Done) -> tuple[Done, int] | None:
-    """What another thread may still have to do when `new` is done, with a byte of the region that both access. Two
-    updates are both atomic."""
-    known = stored.get(new.access.region.base, ())
-    near = (old for old in reversed(known) if not (old.kind == new.kind == "atomic") and old.may_meet(new))
+def _unordered(known: Iterable[tuple], new: Done) -> tuple[Done, int] | None:
+    """What another thread may still have to do when `new` is done, with a byte of the region that both access. known:
+    what `Done` takes, of each. Two updates are both atomic."""
+    done = (Done(*old) for old in known)
+    near = (old for old in done if not (old.kind == new.kind == "atomic") and old.may_meet(new))
     for old in itertools.islice(near, COMPARED):
         offset = old.meets(new)
         if offset is not None:
@@ -103,35 +108,37 @@ def _unordered(stored: Stored, new: Done) -> tuple[Done, int] | None:
     return None
 
 
-def _keep(stored: Stored, new: Done) -> None:
-    known = stored.setdefault(new.access.region.base, [])
+def _keep(done: dict[int, list[tuple]], new: tuple) -> None:
+    known = done.setdefault(new[0].region.base, [])
     if len(known) == KEPT:
         del known[0]
     known.append(new)
 
 
-def check(
-    m: Any, reported: set, parts: list, shape: tuple[int, ...], kind: str, at: Site, *, stores: bool
-) -> None:  # fmt: skip
-    """Check an access of the current program of machine `m`, and keep it if it stores. parts: of the block of `shape`
-    that it accesses, see `AddressSpace.resolve`. reported: what has been said in this run."""
-    task = m.current
-    if not m.races or not (stores or task.stored) or task.launch.num_warps == 1:
+def check(m: Any, reported: set, parts: list, shape: tuple[int, ...], kind: str, at: Site) -> None:
+    """Check an access of the current program of machine `m` against those since its last barrier, and keep it. parts:
+    of the block of `shape` that it accesses, see `AddressSpace.resolve`. reported: what has been said in this run."""
+    task, stores = m.current, kind in STORES
+    if not m.races or task.launch.num_warps == 1:
         return
     for access, where in parts:
         region = access.region
         if region.kind in ("signals", "status"):
             continue
-        new = Done(access, shape, where, kind, at)
-        found = _unordered(task.stored, new)
+        this = access, shape, where, kind, at
+        before = task.stored.get(region.base, ())
+        if stores:
+            before = (*before, *task.loaded.get(region.base, ()))
+        found = _unordered(reversed(before), Done(*this)) if before else None
         if found is not None and (region.name, found[0].at, at) not in reported:
             old, offset = found
             reported.add((region.name, old.at, at))
             tensor = f"rank {region.rank}'s {region.element(region.base + offset)}"
             pair = region.name, frozenset({(old.kind, old.at), (kind, at)})
             first, second = (
-                Said(task.rank, task.program, task.name, done.kind, tensor, str(done.at)) for done in (old, new)
+                Said(task.rank, task.program, task.name, what, tensor, str(line))
+                for what, line in ((old.kind, old.at), (kind, at))
             )
             m.findings.append(MissingBarrier.between(first, second, pair))
-        if stores:
-            _keep(task.stored, new)
+        if kind != FAR_READ:  # of what overtakes that, MissingQuiet tells
+            _keep(task.stored if stores else task.loaded, this)

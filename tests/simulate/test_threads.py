@@ -22,7 +22,8 @@ from tests.simulate.helpers import assert_right, find_race, line_of, outcome
 N, SITE = 128, Site("x.py", 1, "")
 NOTHING, BARRIER = "nothing", "a barrier"
 ORDERED_BY = (
-    "tl.dot", "tl.sum", "tl.cumsum", "pl.signal", "an atomic whose result is used", "an atomic that releases",
+    "tl.dot", "tl.sum", "tl.cumsum", "tl.trans", "pl.signal", "an atomic whose result is used",
+    "an atomic that releases",
 )  # fmt: skip
 
 
@@ -38,6 +39,9 @@ def between(x, flags, world, HOW: tl.constexpr):
         tl.store(x + 2048, tl.sum(tl.arange(0, 64)))
     if HOW == "tl.cumsum":
         tl.store(x + 2048 + tl.arange(0, 64), tl.cumsum(tl.arange(0, 64)))
+    if HOW == "tl.trans":
+        row, col = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+        tl.store(x + 2048 + 16 * row + col, tl.trans(row + 2 * col))
     if HOW == "pl.signal":
         pl.signal(flags, world.rank, world)
     if HOW == "an atomic whose result is used":
@@ -129,9 +133,34 @@ def some_of_a_block(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
     tl.store(x + 1024 + i, tl.load(x + i + 1, mask=i % 3 == 2, other=0))
 
 
+@triton.jit
+def moved_in_place(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    y = tl.load(x + i + 1)
+    between(x, flags, world, HOW)
+    tl.store(x + i, y)
+
+
+@triton.jit
+def loaded_then_cleared(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    y = tl.load(x + i)
+    between(x, flags, world, HOW)
+    tl.store(x + N // 2, 0)
+    tl.store(x + 1024 + i, y)
+
+
+@triton.jit
+def loaded_then_counted(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    y = tl.load(x + i)
+    between(x, flags, world, HOW)
+    tl.atomic_add(x + i // 2, y)
+
+
 KERNELS = (
     backwards, scalar_to_all, element_of_a_block, two_stores, zeros_then_atomics, atomics_then_load, transposed,
-    halves_of_words, in_a_loop, some_of_a_block,
+    halves_of_words, in_a_loop, some_of_a_block, moved_in_place, loaded_then_cleared, loaded_then_counted,
 )  # fmt: skip
 
 
@@ -149,8 +178,9 @@ def test_other_threads_need_a_barrier(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ORDERED_BY)
-def test_so_do_operations_that_triton_compiles_with_a_barrier(how: str) -> None:
-    assert_right(main, 2, (backwards, how), seeds=range(8))
+@pytest.mark.parametrize("kernel", [backwards, moved_in_place], ids=lambda k: k.fn.__name__)
+def test_so_do_operations_that_triton_compiles_with_a_barrier(kernel: Any, how: str) -> None:
+    assert_right(main, 2, (kernel, how), seeds=range(8))
 
 
 def test_an_atomic_whose_result_nobody_needs_is_no_barrier() -> None:
@@ -171,20 +201,13 @@ def own_elements(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def loads_first(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.store(x + 1024 + i, i)
-    tl.store(x + i, tl.load(x + 512 + i))
-    tl.store(x + 512 + (N - 1 - i), i)
-
-
-@triton.jit
 def beside(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(x + 2 * i, i)
     tl.store(x + 1024 + i, tl.load(x + 2 * (N - 1 - i) + 1))
     half = tl.arange(0, N // 2)
     tl.store(x + 2048 + half, tl.load(x + 2 * half + 1))
+    tl.store(x + 3072 + i, tl.load(x + 3072 + N - 1 - i + N))
 
 
 @triton.jit
@@ -194,7 +217,7 @@ def atomics_only(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
     tl.atomic_max(x + N - 1 - i, i)
 
 
-@pytest.mark.parametrize("kernel", [own_elements, loads_first, beside, atomics_only], ids=lambda k: k.fn.__name__)
+@pytest.mark.parametrize("kernel", [own_elements, beside, atomics_only], ids=lambda k: k.fn.__name__)
 def test_a_thread_sees_what_it_has_stored(kernel: Any) -> None:
     assert_right(main, 2, (kernel, NOTHING), seeds=range(8))
 

@@ -8,6 +8,9 @@
        tokens into their rows, then take tokens as they arrive, and store them into theirs. The others of a rank's
        results follow from the counts.
 
+Of many tokens half of the programs copy own ones before they put others: so memory and links work side by side. Of few,
+other programs copy a token than put it.
+
 Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
 halves, used in turn, are enough. The results are those of `push`, bit by bit.
 """
@@ -41,13 +44,12 @@ def low_latency_kernel(
     flag = words.flag_of(launch)
     words.put_counts(idx_ptr, half, flag, p, world)
     programs = tl.num_programs(0)
-    # Where each program has whole tokens, half of them copy while the others send, and send afterwards.
     late = (p.PARTS == 1) & (2 * pid >= programs)
     if not late:
         _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
-    tasks, own = p.T * p.PARTS, programs - 1 - pid  # few tokens are copied by programs that send none
+    tasks, own = p.T * p.PARTS, programs - 1 - pid
     mine = _numbers(idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world)  # while the counts are on their way
     counts = words.take_counts(half, flag, p, world)
     total = words.added(counts, world.size, world)

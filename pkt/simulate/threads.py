@@ -27,8 +27,8 @@ from pkt.wording import Access as Said
 
 STORES = frozenset({"store", "atomic"})
 WARP = 32  # threads
-KEPT = 16  # stores of a program to one region, the last ones, that are kept
-COMPARED = 4  # of them that are compared with an access element by element
+KEPT = 16  # of a program's stores to one region, the last ones; of its loads, too
+COMPARED = 4  # of those that may meet an access, compared with it element by element
 
 
 class Done:

@@ -61,10 +61,13 @@ class Atomics(Accesses):
             change = m.faults.change(at)
             if change == "remove" and not reads:
                 return out.reshape(addresses.shape)
-        threads.check(m, self.detector.reported, parts, addresses.shape, "atomic", at)
         releases = sem in ("release", "acquire_release") and change != "relax"
-        if addresses.size == 1 and (task.stored or task.loaded) and (releases or not unused()):
-            self.join_threads()  # before it releases, or when its thread tells the others the old value
+        scalar = addresses.size == 1  # one thread of the program updates it
+        if scalar and releases:  # behind the others
+            self.join_threads()
+        threads.check(m, self.detector.reported, parts, addresses.shape, "atomic", at)
+        if scalar and (task.stored or task.loaded) and not unused():  # it tells the others the old value
+            self.join_threads()
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
         most = ALL_OF_THEM if acquires or releases else 256
         words = [word for access, _ in parts for word in words_of(access, most)]

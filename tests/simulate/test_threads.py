@@ -99,6 +99,14 @@ def atomics_then_load(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def released_then_loaded(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.atomic_add(x + N // 2, 1, sem="release")
+    between(x, flags, world, HOW)
+    tl.store(x + 1024 + i, tl.load(x + i))
+
+
+@triton.jit
 def transposed(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
     row, col = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     tl.store(x + 16 * row + col, row)
@@ -160,7 +168,8 @@ def loaded_then_counted(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
 
 KERNELS = (
     backwards, scalar_to_all, element_of_a_block, two_stores, zeros_then_atomics, atomics_then_load, transposed,
-    halves_of_words, in_a_loop, some_of_a_block, moved_in_place, loaded_then_cleared, loaded_then_counted,
+    released_then_loaded, halves_of_words, in_a_loop, some_of_a_block, moved_in_place, loaded_then_cleared,
+    loaded_then_counted,
 )  # fmt: skip
 
 
@@ -195,6 +204,8 @@ def own_elements(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
         tl.store(x + i, tl.load(x + i, mask=i > 3), mask=i > 5)
         tl.store(x + i, tl.load(x + i, mask=i % 4 == 0, other=0), mask=i % 2 == 0)
     tl.atomic_add(x + i, 1)
+    tl.atomic_add(x + N // 2, 1, sem="release")  # behind what all threads have done
+    tl.debug_barrier()
     tl.store(x + 1024, tl.load(x + 1024) + 1)
     tl.store(x + 1024, tl.load(x + 1024) + 1)
     tl.store(x + 2048 + i, tl.load(x + i))

@@ -58,28 +58,46 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     return {f"T = {T}": {"T": T, "H": H} for T in TOKENS}
 
 
+def inputs(world: Any, T: int, H: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's x, and the residual and the weight of all ranks."""
+    device = world.torch_device
+    return normal((T, H), 2 + world.rank, device), normal((T, H), 0, device), normal((H,), 1, device)
+
+
+def exact(residual: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+    """The norm of the sum of all ranks' `inputs`, in fp32 from the rounded new residual."""
+    total = residual.float()
+    for rank in range(size):
+        total = total + normal(residual.shape, 2 + rank, residual.device).float()
+    new = total.bfloat16().float()
+    return new * torch.rsqrt(new.square().mean(-1, keepdim=True) + EPS) * weight.float()
+
+
+def norm(residual: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """torch's addition and rms_norm: norm(residual, weight)(sum) is the normed rows and the new residual."""
+
+    def added(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        new = residual + total
+        return torch.nn.functional.rms_norm(new, (new.shape[-1],), weight, EPS), new
+
+    return added
+
+
 def case(world: Any, T: int, H: int) -> Case:
-    size, device = world.size, world.torch_device
-    x, residual, weight = normal((T, H), 2 + world.rank, device), normal((T, H), 0, device), normal((H,), 1, device)
+    size = world.size
+    x, residual, weight = inputs(world, T, H)
 
     def run(options: dict[str, Any]) -> Callable[[], torch.Tensor]:
         return lambda: all_reduce_rms_norm(x, residual, weight, EPS, world=world, **options)[0]
 
-    def exact() -> torch.Tensor:
-        total = residual.float()
-        for rank in range(size):
-            total = total + normal((T, H), 2 + rank, device).float()
-        new = total.bfloat16().float()
-        return new * torch.rsqrt(new.square().mean(-1, keepdim=True) + EPS) * weight.float()
-
     runs = {name: run(options) for name, options in PLAIN.items()}
-    if device.type == "cuda":
+    if x.is_cuda:
         runs |= _baselines(x, residual, weight)
         runs |= {f"{name}, captured": captured(one) for name, one in runs.items()}
     return Case(
         nbytes=2.0 * (size - 1) / size * x.nbytes,
         variants=runs,
-        exact=exact,
+        exact=lambda: exact(residual, weight, size),
         scaled=None,
         unchecked=frozenset(name for name in runs if name.startswith(UNCHECKED)),
         optional=frozenset(name for name in runs if name.startswith("torch ")),
@@ -89,11 +107,8 @@ def case(world: Any, T: int, H: int) -> Case:
 def _baselines(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     import torch.distributed as dist
 
-    def norm(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        new = residual + total
-        return torch.nn.functional.rms_norm(new, (new.shape[-1],), weight, EPS), new
-
     shared, own = torch_symmetric(x), torch.empty_like(x)
+    plain = norm(residual, weight)
 
     def nccl() -> torch.Tensor:
         own.copy_(x)
@@ -115,8 +130,7 @@ def _baselines(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
         "torch two-shot": reduced("two_shot_all_reduce_"),
         "torch one-shot": reduced("one_shot_all_reduce"),
     }
-    compiled = torch.compile(norm, dynamic=False)
-    ways = {"": norm, ", compiled": compiled}
+    ways = {"": plain, ", compiled": torch.compile(plain, dynamic=False)}
     return {f"{name}{way}": behind(reduce, after) for name, reduce in reduces.items() for way, after in ways.items()}
 
 

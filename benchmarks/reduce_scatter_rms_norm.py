@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from benchmarks._case import Case, captured, normal
+from benchmarks._case import Case, captured
 from benchmarks._command import main
+from benchmarks.all_reduce_rms_norm import EPS, UNCHECKED, H, exact, inputs, norm
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.kernels.reduce_scatter_rms_norm import reduce_scatter_rms_norm
 
 TITLE = "Reduce-scatter + residual + RMSNorm + all-gather, T x 8192, bf16"
-TOKENS, H, EPS = (16, 128, 1024, 4096, 16384), 8192, 1e-6
+TOKENS = 16, 128, 1024, 4096, 16384
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt push, 1 row": {"rows": 1},
@@ -33,7 +34,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt fp8_token": {"quant": "fp8_token"},
     "pkt fp8_group": {"quant": "fp8_group"},
 }
-UNCHECKED = ("pkt fp8_token", "pkt fp8_group")
 WAYS = "", ", compiled"
 BASELINES = tuple(f"{name}{way}" for name in ("NCCL", "pkt, one by one") for way in WAYS)
 
@@ -51,28 +51,21 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def case(world: Any, T: int, H: int) -> Case:
-    size, device = world.size, world.torch_device
-    x, residual, weight = normal((T, H), 2 + world.rank, device), normal((T, H), 0, device), normal((H,), 1, device)
+    size = world.size
+    x, residual, weight = inputs(world, T, H)
     mine = residual.chunk(size)[world.rank].contiguous()
 
     def run(options: dict[str, Any]) -> Callable[[], torch.Tensor]:
         return lambda: reduce_scatter_rms_norm(x, mine, weight, EPS, world=world, **options)[0]
 
-    def exact() -> torch.Tensor:
-        total = residual.float()
-        for rank in range(size):
-            total = total + normal((T, H), 2 + rank, device).float()
-        new = total.bfloat16().float()
-        return new * torch.rsqrt(new.square().mean(-1, keepdim=True) + EPS) * weight.float()
-
     runs = {name: run(options) for name, options in PLAIN.items()}
-    if device.type == "cuda":
+    if x.is_cuda:
         runs |= _baselines(world, x, mine, weight)
         runs |= {f"{name}, captured": captured(one) for name, one in runs.items()}
     return Case(
         nbytes=2.0 * (size - 1) / size * x.nbytes,
         variants=runs,
-        exact=exact,
+        exact=lambda: exact(residual, weight, size),
         scaled=None,
         unchecked=frozenset(name for name in runs if name.startswith(UNCHECKED)),
     )
@@ -85,10 +78,6 @@ def _baselines(
 
     part, whole = torch.empty_like(residual), torch.empty_like(x)
 
-    def norm(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        new = residual + total
-        return torch.nn.functional.rms_norm(new, (new.shape[-1],), weight, EPS), new
-
     def nccl(after: Callable[..., Any]) -> torch.Tensor:
         dist.reduce_scatter_tensor(part, x)
         dist.all_gather_into_tensor(whole, after(part)[0])
@@ -100,7 +89,8 @@ def _baselines(
     def of(reduced: Callable[..., torch.Tensor], after: Callable[..., Any]) -> Callable[[], torch.Tensor]:
         return lambda: reduced(after)
 
-    norms = norm, torch.compile(norm, dynamic=False)
+    plain = norm(residual, weight)
+    norms = plain, torch.compile(plain, dynamic=False)
     return {
         f"{name}{way}": of(reduced, after)
         for name, reduced in (("NCCL", nccl), ("pkt, one by one", one_by_one))

@@ -8,8 +8,8 @@
        tokens into their rows, then take tokens as they arrive, and store them into theirs. The others of a rank's
        results follow from the counts.
 
-Of many tokens half of the programs copy own ones before they put others: so memory and links work side by side. Of few,
-other programs copy a token than put it.
+With many tokens, half of the programs copy their own ones before they put any, so that memory and links are busy at the
+same time. With few tokens, the program that copies a token is not the one that puts it.
 
 Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
 halves, used in turn, are enough. The results are those of `push`, bit by bit.

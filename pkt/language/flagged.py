@@ -59,8 +59,9 @@ def take_flagged_all(ptr, stride, flag, world, mask=None, parts: tl.constexpr = 
     """Take the words of every rank: a tuple of `take_flagged`'s result for rank 0's words, for rank 1's, ...
 
     ptr: to rank 0's words; stride: number of int32 from one rank's words to the next rank's, a multiple of a word's 4
-    or 2; parts: number of ranks, if not all have words. A thread polls its words of all ranks together, so that it
-    finds data that has arrived from all of them in one flight, not in one for each.
+    or 2; mask: of each rank's words, or a tuple with one for each rank; parts: number of ranks, if not all have words.
+    A thread polls its words of all ranks together, so that it finds data that has arrived from all of them in one
+    flight, not in one for each.
     """
     count: tl.constexpr = world.size if parts is None else parts
     return ptx.take_flagged(ptr, stride, count, flag, mask, world, values)

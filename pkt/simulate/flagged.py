@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from pkt.language.ptx.flagged import VALUES
+from pkt.language.ptx.flagged import VALUES, masks_of
 from pkt.simulate.accesses import mask_of, scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.blocked import Blocked, signed
@@ -61,10 +61,11 @@ class Flagged(Atomics):
         if at.call in SYNC:
             self.m.census.note(at, "remove")
         compare = self.m.faults.change(at) != "remove"
-        words, inside = ptr.handle.data, mask_of(mask, ptr)
+        words, masks = ptr.handle.data, masks_of(mask, parts) or (mask,) * parts
+        inside = [mask_of(each, ptr) for each in masks]
         apart = np.uint64(4 * scalar(stride))
         want = signed(scalar(flag))
-        found = (self._take(words + i * apart, inside, want, compare, at, values) for i in range(parts))
+        found = (self._take(words + i * apart, inside[i], want, compare, at, values) for i in range(parts))
         return tuple(tuple(new_tensor(value, tl.int32, not ptr.shape) for value in part) for part in found)
 
     def _flagged(self, words: np.ndarray, mask: Any, values: int, call: str) -> list:

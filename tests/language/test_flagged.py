@@ -70,6 +70,16 @@ def take_all_kernel(words, out, stride, flag, n, world, B: tl.constexpr, MASKED:
         tl.store(out + r * B + i, found[r][0] + found[r][1] + found[r][2], mask=mask)
 
 
+@triton.jit
+def take_some_kernel(words, out, stride, flag, world, a, b, c, B: tl.constexpr, VALUES: tl.constexpr):
+    i = tl.arange(0, B)
+    masks = (i < a, i < b, i < c)
+    found = pl.take_flagged_all(words + (VALUES + 1) * i, stride, flag, world, mask=masks, values=VALUES)
+    for r in tl.static_range(world.size):
+        for value in tl.static_range(VALUES):
+            tl.store(out + (r * VALUES + value) * B + i, found[r][value])
+
+
 # ------------------------------------------------------------------------------------------------- instructions
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", [0, 1, 2, 16])
@@ -138,8 +148,9 @@ class Scene:
         self.time = 1000
         self.memory.store(STATUS + 4 * STATUS_DEADLINE, deadline, 64)
 
-    def taking(self, flag: int, mask: bool = True) -> Thread:
-        """A thread that takes WORD and the words at multiples of APART int32 from it, with results in `found()`."""
+    def taking(self, flag: int, mask: bool = True, masks: dict[str, int] | None = None) -> Thread:
+        """A thread that takes WORD and the words at multiples of APART int32 from it, with results in `found()`.
+        masks: the registers of each rank's own mask."""
         low = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d", self.text)
         high = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, high\d", self.text)
         registers = {
@@ -148,15 +159,15 @@ class Scene:
             re.search(r"mov\.b32 last, (%r\d+)", self.text)[1]: flag & 0xFFFFFFFF,
             re.search(r"b32 a, \[(%rd\d+)", self.text)[1]: STATUS,
             re.search(r"cvt\.s64\.s32 off, (%r\d+)", self.text)[1]: RANK,
-            re.search(r"setp\.eq\.b32 q, (%r\d+), 0", self.text)[1]: int(mask),
         }
+        registers |= masks or {re.search(r"setp\.eq\.b32 q, (%r\d+), 0", self.text)[1]: int(mask)}
         for axis in "xyz":
             registers[f"%ctaid.{axis}"], registers[f"%nctaid.{axis}"] = 0, 1
         thread = Thread(self.text, registers, self.memory, lambda: self.time)
         thread.found = lambda: [tuple(thread.registers[x] for x in (a, b, c)) for (a, b), c in zip(low, high)]
         return thread
 
-    def put(self, rank: int, data: tuple[int, int, int], flag: int) -> None:
+    def put(self, rank: int, data: tuple[int, ...], flag: int) -> None:
         for i, value in enumerate((*data, flag)):
             self.memory.store(WORD + 4 * APART * rank + 4 * i, value, 32)
 
@@ -215,6 +226,38 @@ def test_a_take_of_all_ranks_ends_with_the_last_word(late: int) -> None:
     run([thread], limit=300)
     assert thread.done
     assert thread.found() == data
+
+
+@pytest.mark.parametrize("values", [1, 3])
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 0, 0)])
+def test_each_rank_has_a_mask_of_its_own(wanted: tuple[int, ...], values: int) -> None:
+    scene = Scene(put=False, every=True)
+    world = device_world(RANK, SIZE, STRIDE)
+    args = "*int32", "*int32", APART, 5, world, 100, 101, 102, 128, values
+    (scene.text,) = blocks(body(compiled(take_some_kernel, *args)), "// pkt.wait")
+    masks = re.findall(r"setp\.ne\.b32 wanted\d, (%r\d+), 0", scene.text)
+    assert len(set(masks)) == SIZE
+    thread = scene.taking(5, masks=dict(zip(masks, wanted)))
+    if values == 1:
+        found = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, word\d", scene.text)
+        thread.found = lambda: [(thread.registers[x],) for x in found]
+    data = [(70 + r, 80 + r, 90 + r)[:values] for r in range(SIZE)]
+    for late in (r for r in range(SIZE) if wanted[r]):
+        for rank in range(SIZE):
+            scene.put(rank, data[rank], 5 if rank < late or not wanted[rank] else 3)
+        run([thread], limit=300)
+        assert not thread.done
+        scene.put(late, data[late], 5)
+    run([thread], limit=300)
+    assert thread.done
+    assert thread.found() == [data[r] if wanted[r] else (0,) * values for r in range(SIZE)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fewer_masks_than_ranks_are_refused(arch: int) -> None:
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(take_some_kernel, "*int32", "*int32", APART, 5, device_world(0, 4), 1, 2, 3, 128, 3, arch=arch)
+    assert "take_flagged_all: 3 masks for the words of 4 ranks, wanted one for each" in reasons(caught.value)
 
 
 def test_an_expired_take_writes_the_record_of_a_wait() -> None:
@@ -278,6 +321,36 @@ def exchange(world: Any, halves: int = 2, how: str = "each", fill: int = 0) -> N
         exchange_kernel[(1,)](x, out, slots, launches, world.device, N, 32, halves, how)
         expected = [1000 * launch + 100 * r + i for r in range(world.size) for i in range(3 * N)]
         assert out.tolist() == expected, (launch, out)
+
+
+@triton.jit
+def some_kernel(words, out, flags, world, PUTS: tl.constexpr):
+    """The ranks in the bits of PUTS put a word of three threads to each rank, and every rank takes those."""
+    launch = pl.epoch(flags, world)
+    i = tl.arange(0, 4)
+    masks = ()
+    for r in tl.static_range(world.size):
+        at = words + (world.rank * 4 + i) * 4
+        pl.put_flagged(at, (launch + i, i, i), launch, r, world, mask=(i < 3) & ((PUTS >> world.rank) & 1 == 1))
+        masks = masks + ((i < 3) & ((PUTS >> r) & 1 == 1),)
+    found = pl.take_flagged_all(words + 4 * i, 16, launch, world, mask=masks)
+    for r in tl.static_range(world.size):
+        tl.store(out + r * 4 + i, found[r][0])
+    pl.barrier(flags + 1, world)
+
+
+def some(world: Any, puts: int) -> None:
+    words, flags = pkt.zeros(world.size * 16, dtype=torch.int32), pkt.signals(2)
+    out = torch.zeros(world.size, 4, dtype=torch.int32)
+    for launch in (1, 2, 3):
+        some_kernel[(1,)](words, out, flags, world.device, puts)
+        put = [launch, launch + 1, launch + 2, 0]
+        assert out.tolist() == [put if puts >> rank & 1 else [0, 0, 0, 0] for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("puts", [0b111, 0b101, 0b010, 0])
+def test_ranks_that_are_masked_need_not_put(puts: int) -> None:
+    pkt.simulate(some, 3, args=(puts,), seeds=10).check()
 
 
 def test_flagged_words_work_on_one_rank() -> None:

@@ -31,6 +31,15 @@ def _guard(mask: Any, semantic: Any) -> list:
     return [] if mask is None else [_int32(mask, semantic)]
 
 
+def masks_of(mask: Any, parts: int) -> tuple:
+    """Each part's own mask, or an empty tuple if one is for all."""
+    if not isinstance(mask, (tuple, core.tuple)):
+        return ()
+    if len(mask) != parts:
+        raise ValueError(f"take_flagged_all: {len(mask)} masks for the words of {parts} ranks, wanted one for each")
+    return tuple(mask)
+
+
 @simulated
 def put_flagged(ptr, values, flag, mask, _semantic=None):
     """Store `values` and `flag` in each word by one `st.relaxed.sys.global.b128`, or `.b64` if there is one value.
@@ -63,14 +72,15 @@ def take_flagged(ptr, stride, parts, flag, mask, world, values=VALUES, _semantic
     """Spin on the words of `parts` parts by `ld.relaxed.sys.global.b128` until the last int32 of each is `flag`.
 
     Returns for each part a tuple of the other `values` (3, or 1: then by `.b64`), int32, 0 where masked. ptr: to the
-    words of the first part; mask: of each part; both as for `put_flagged`; stride: int32 from one part to the next. A
-    thread loads its words of all parts together, in one flight, until all have the flag. Leaves at the deadline, as
-    `wait` does.
+    words of the first part; mask: of each part; both as for `put_flagged`, but a tuple of masks has each part's own;
+    stride: int32 from one part to the next. A thread loads its words of all parts together, in one flight, until all
+    have the flag. Leaves at the deadline, as `wait` does.
     """
     if parts == 0:
         return core.tuple([])
     _check(ptr, values, "take_flagged")
-    guard = _guard(mask, _semantic)
+    apiece = masks_of(mask, parts)
+    guard = [_int32(each, _semantic) for each in apiece] if apiece else _guard(mask, _semantic)
     stride = core.cast(_semantic.to_tensor(stride), core.int64, _semantic=_semantic)
     inputs = [ptr, *arguments(flag, world, _semantic), stride, *guard]
     short, results = values == 1, values * parts
@@ -83,10 +93,20 @@ def take_flagged(ptr, stride, parts, flag, mask, world, values=VALUES, _semantic
         f"mov.b64 at0, {first}; shl.b64 there, {apart}, 2;",
         *(f"add.s64 at{i}, at{i - 1}, there;" for i in others),
     ]
-    if guard:
+    if apiece:  # a word that is not wanted is there, with zeros
+        before += [".reg .b32 zero; mov.b32 zero, 0;"]
+        for i in range(parts):
+            before += [f".reg .pred wanted{i}; setp.ne.b32 wanted{i}, ${results + 5 + i}, 0;"]
+            if short:
+                before += [f"mov.b64 word{i}, {{zero, {want}}};"]
+            else:
+                before += [f"mov.b64 low{i}, {{zero, zero}}; mov.b64 high{i}, {{zero, {want}}};"]
+                before += [f"mov.b128 word{i}, {{low{i}, high{i}}};"]
+    elif guard:
         before += [f"mov.b32 ${i}, 0;" for i in range(results)]
         before += [f"setp.eq.b32 q, {taken}, 0;", "@q bra $$PKT_DONE_${:uid};"]
-    poll = [f"ld.relaxed.sys.global.{'b64' if short else 'b128'} word{i}, [at{i}];" for i in range(parts)]
+    load = f"ld.relaxed.sys.global.{'b64' if short else 'b128'}"
+    poll = [f"{f'@wanted{i} ' if apiece else ''}{load} word{i}, [at{i}];" for i in range(parts)]
     for i in range(parts):
         if short:
             poll += [f"mov.b64 {{${i}, flag{i}}}, word{i};"]

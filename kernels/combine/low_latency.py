@@ -1,7 +1,8 @@
 """low_latency: one launch, neither barrier nor fence, for some hundred tokens a rank.
 
     1. Each program adds the rows of some slots' tokens, times their weights, and puts the sum into the place that the
-       token's rank has for this token and this rank.
+       token's rank has for this token and this rank. Tokens of other ranks come first, so that their sums travel while
+       this rank's own ones are added.
     2. Each program takes the ranks' sums of some of this rank's tokens, as they arrive, and adds them.
 
 All of it travels in flagged words (pkt/language/flagged.py), to this rank itself, too. In every launch each rank also
@@ -22,7 +23,8 @@ from pkt.language import ptx, sync
 from ..dispatch import words
 from ..shared import packing
 
-NONE = tl.constexpr(0x7FFFFFFF)
+LATER, NONE = tl.constexpr(1 << 30), tl.constexpr(0x7FFFFFFF)
+"""Added to the turns of this rank's own tokens, more than any task has; the turn of a free slot."""
 
 
 class Few(NamedTuple):
@@ -39,6 +41,7 @@ class Few(NamedTuple):
     BLOCK: tl.constexpr  # words of a token moved at a time
     LANES: tl.constexpr  # threads
     LOOK: tl.constexpr  # slots that a program looks at together
+    TOGETHER: tl.constexpr  # rows loaded together
 
 
 @triton.jit
@@ -68,14 +71,19 @@ def low_latency_kernel(
         task = first + programs * tl.arange(0, p.LOOK)
         inside = (task < p.S * p.PARTS)[:, None] & (k < p.K)[None, :]
         at = tokens_ptr + tl.cast(task // p.PARTS, tl.int64)[:, None] * p.K + k[None, :]
-        taken = tl.max(tl.load(at, mask=inside, other=-1), 1) >= 0
-        now = tl.min(tl.where(taken, task, NONE), 0)
+        row = tl.max(tl.load(at, mask=inside, other=-1), 1)
+        source = source_ptr + 3 * tl.cast(row, tl.int64)
+        home = tl.load(source, mask=row >= 0, other=0)
+        t = tl.load(source + 1, mask=row >= 0, other=0)
+        turn = tl.where(row >= 0, task + tl.where(home == world.rank, LATER, 0), NONE)
+        now = tl.min(turn, 0)
         while now < NONE:
-            _put_sum(y_ptr, tokens_ptr, weights_ptr, source_ptr, half, flag, now // p.PARTS, now % p.PARTS, p, world)
-            now = tl.min(tl.where(taken & (task > now), task, NONE), 0)
+            goes_to = tl.sum(tl.where(turn == now, t * world.size + home, 0), 0)
+            _put_sum(y_ptr, tokens_ptr, weights_ptr, half, flag, now % LATER, goes_to, p, world)
+            now = tl.min(tl.where(turn > now, turn, NONE), 0)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
-    for task in range(pid, p.T * p.PARTS, programs):
+    for task in range(programs - 1 - pid, p.T * p.PARTS, programs):  # first those that have put the least
         _take_sums(places_ptr, out_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
     if pid == 0:  # everybody has ended the launch before
         pl.take_flagged_all(half + 4 * lane, 4, flag, world, mask=lane < 1)
@@ -89,34 +97,16 @@ def _of_sum(half, t, rank, p, world):
 
 
 @triton.jit
-def _put_sum(y_ptr, tokens_ptr, weights_ptr, source_ptr, half, flag, slot, part, p, world):
-    """Put a part of a slot's sum to its token's rank."""
-    k = tl.arange(0, p.K2)
-    rows = tl.load(tokens_ptr + tl.cast(slot, tl.int64) * p.K + k, mask=k < p.K, other=-1)
-    source = source_ptr + 3 * tl.cast(tl.max(rows, 0), tl.int64)
-    home = tl.load(source)
-    t = tl.load(source + 1)
+def _put_sum(y_ptr, tokens_ptr, weights_ptr, half, flag, task, goes_to, p, world):
+    """Put a part of a slot's sum to its token's rank. goes_to: the token times `size`, plus the rank."""
+    t = goes_to // world.size
+    rows = _rows(tokens_ptr, task // p.PARTS, p)
     at = _of_sum(half, t, tl.cast(world.rank, tl.int32), p, world)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
-    for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
+    for block in range(task % p.PARTS, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
-        inside = word < p.THIRD
-        a = packing.numbers(tl.zeros_like(word), dtype, PER)
-        b = tl.zeros_like(a)
-        c = tl.zeros_like(a)
-        for number in tl.static_range(p.K):
-            row = tl.max(tl.where(k == number, rows, -1), 0)
-            y = y_ptr + tl.cast(row, tl.int64) * p.H
-            x = packing.thirds(y, word, p.THIRD, inside & (row >= 0), p.H, PER)
-            weight = 1.0
-            if weights_ptr is not None:
-                weight = tl.load(weights_ptr + row, mask=row >= 0, other=0)
-            a += packing.numbers(x[0], dtype, PER) * weight
-            b += packing.numbers(x[1], dtype, PER) * weight
-            c += packing.numbers(x[2], dtype, PER) * weight
-        sums = _rounded(a, dtype, PER), _rounded(b, dtype, PER), _rounded(c, dtype, PER)
-        pl.put_flagged(at + 4 * word, sums, flag, home, world, mask=inside & (t < p.P))
+        sums = _sum(y_ptr, weights_ptr, rows, word, p)
+        inside = (word < p.THIRD) & (t < p.P)
+        pl.put_flagged(at + 4 * word, sums, flag, goes_to % world.size, world, mask=inside)
 
 
 @triton.jit
@@ -125,22 +115,59 @@ def _take_sums(places_ptr, out_ptr, half, flag, t, part, p, world):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
     places = places_ptr + tl.cast(t, tl.int64) * world.size
+    there = ()
+    for rank in tl.static_range(world.size):
+        there = there + (tl.load(places + rank) >= 0,)
+    at = _of_sum(half, t, 0, p, world)
     out = out_ptr + tl.cast(t, tl.int64) * p.H
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
         inside = word < p.THIRD
-        a = packing.numbers(tl.zeros_like(word), dtype, PER)
-        b = tl.zeros_like(a)
-        c = tl.zeros_like(a)
+        wanted = ()
         for rank in tl.static_range(world.size):
-            there = inside & (tl.load(places + rank) >= 0)
-            found = pl.take_flagged(_of_sum(half, t, rank, p, world) + 4 * word, flag, world, mask=there)
-            a += packing.numbers(found[0], dtype, PER)
-            b += packing.numbers(found[1], dtype, PER)
-            c += packing.numbers(found[2], dtype, PER)
-        packing.store(out, word, _rounded(a, dtype, PER), inside, p.H, PER)
-        packing.store(out, word + p.THIRD, _rounded(b, dtype, PER), inside, p.H, PER)
-        packing.store(out, word + 2 * p.THIRD, _rounded(c, dtype, PER), inside, p.H, PER)
+            wanted = wanted + (inside & there[rank],)
+        found = pl.take_flagged_all(at + 4 * word, 4 * p.THIRD, flag, world, mask=wanted)
+        for third in tl.static_range(3):
+            total = packing.numbers(tl.zeros_like(word), dtype, PER)
+            for rank in tl.static_range(world.size):
+                total += packing.numbers(found[rank][third], dtype, PER)
+            packing.store(out, word + third * p.THIRD, _rounded(total, dtype, PER), inside, p.H, PER)
+
+
+@triton.jit
+def _rows(tokens_ptr, slot, p):
+    """How many rows a slot's token has here, and each of them, as scalars: once, not for each block of the token."""
+    k = tl.arange(0, p.K2)
+    rows = tl.load(tokens_ptr + tl.cast(slot, tl.int64) * p.K + k, mask=k < p.K, other=-1)
+    here = (rows >= 0).to(tl.int32)
+    turn = tl.where(rows >= 0, tl.cumsum(here) - 1, -1)
+    each = ()
+    for i in tl.static_range(p.K):
+        each = each + (tl.sum(tl.where(turn == i, rows, 0), 0),)
+    return tl.sum(here, 0), each
+
+
+@triton.jit
+def _sum(y_ptr, weights_ptr, rows, word, p):
+    """Some words, by thirds, of the sum of `rows`, each times its weight."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
+    count, each = rows
+    a = packing.numbers(tl.zeros_like(word), dtype, PER)
+    b = tl.zeros_like(a)
+    c = tl.zeros_like(a)
+    for first in tl.static_range(0, p.K, p.TOGETHER):
+        if first < count:
+            for i in tl.static_range(first, min(first + p.TOGETHER, p.K)):
+                y = y_ptr + tl.cast(each[i], tl.int64) * p.H
+                x = packing.thirds(y, word, p.THIRD, (word < p.THIRD) & (i < count), p.H, PER)
+                weight = 1.0
+                if weights_ptr is not None:
+                    weight = tl.load(weights_ptr + each[i], mask=i < count, other=0)
+                a += packing.numbers(x[0], dtype, PER) * weight
+                b += packing.numbers(x[1], dtype, PER) * weight
+                c += packing.numbers(x[2], dtype, PER) * weight
+    return _rounded(a, dtype, PER), _rounded(b, dtype, PER), _rounded(c, dtype, PER)
 
 
 @triton.jit

@@ -5,8 +5,8 @@
        the other ranks send: the rows are not known yet, so each pair of token and expert carries its number among its
        source's pairs for that expert.
     3. Every program takes the counts of its experts, and so knows where rows begin. Programs copy this rank's own
-       tokens into their rows, then take tokens as they arrive, and store them into theirs. The others of a rank's
-       results follow from the counts.
+       tokens into their rows, and write the results that follow from counts. Meanwhile the others' tokens arrive.
+    4. Programs take these, and store them into their rows.
 
 With many tokens, half of the programs copy their own ones before they put any, so that memory and links are busy at the
 same time. With few tokens, the program that copies a token is not the one that puts it.
@@ -44,7 +44,7 @@ def low_latency_kernel(
     flag = words.flag_of(launch)
     words.put_counts(idx_ptr, half, flag, p, world)
     programs = tl.num_programs(0)
-    late = (p.PARTS == 1) & (2 * pid >= programs)
+    late = (p.PARTS <= 2) & (2 * pid >= programs)
     if not late:
         _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
     ptx.cta_barrier()
@@ -67,8 +67,14 @@ def low_latency_kernel(
         own += programs
         if own < tasks:
             mine = _numbers(idx_ptr, own // p.PARTS, p, world)
+    if pid == 0:
+        _tell(total, starts, needed, to, p, world)
+    fill(total, starts, sent, to, p, world)
     if late:
         _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
+    last = programs - 1 - pid  # programs that have fewer tokens than others
+    for start in range(last * p.TOKENS, p.T, programs * p.TOKENS):
+        _find_places(idx_ptr, half, flag, start, to, p, world)
     if world.size > 1:
         for task in range(pid, tl.max(sent, 0) * OTHERS * p.PARTS, programs):
             source = (rank + 1 + task // p.PARTS % OTHERS) % world.size
@@ -76,12 +82,6 @@ def low_latency_kernel(
             if j < _of(sent, source):
                 base = starts + words.added(counts, source, world)
                 _place_token(half, flag, base, sent, source, j, task % p.PARTS, to, p, world)
-    if pid == 0:
-        _tell(total, starts, needed, to, p, world)
-    fill(total, starts, sent, to, p, world)
-    last = tl.num_programs(0) - 1 - pid  # programs that have fewer tokens than others
-    for start in range(last * p.TOKENS, p.T, tl.num_programs(0) * p.TOKENS):
-        _find_places(idx_ptr, half, flag, start, to, p, world)
 
 
 @triton.jit
@@ -226,8 +226,7 @@ def _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, t, part, to, p, world):
 def _rows(expert, number, base, p):
     """The rows of pairs, -1 where `expert`, a number among my experts, is -1. number: of the pair, see `base` of
     `_place_token`."""
-    e = tl.arange(0, p.OWN2)
-    begin = tl.sum(tl.where(expert[:, None] == e[None, :], base[None, :], 0), 1)
+    begin = tl.gather(base, tl.maximum(expert, 0), 0)
     return tl.where(expert >= 0, begin + number, -1)
 
 

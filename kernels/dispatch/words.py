@@ -120,15 +120,19 @@ def take_sent(half, flag, target, p, world):
 def take_needed(half, flag, p, world):
     """The rows that each rank would need, (W,), when all counts are there."""
     word = tl.arange(0, triton.next_power_of_2(p.EXPERT_WORDS))
-    ranks = tl.arange(0, triton.next_power_of_2(world.size))[:, None]
+    ranks = tl.arange(0, triton.next_power_of_2(world.size))
     found = _of_all(half, flag, word, word < p.EXPERT_WORDS, p, world)
-    needed = tl.zeros((ranks.shape[0],), tl.int32)
+    padded = ()
     for i in tl.static_range(3):
         counts = tl.zeros_like(word)
         for rank in tl.static_range(world.size):
             counts += found[rank][i]
-        padded = tl.cdiv(counts, p.ALIGNMENT) * p.ALIGNMENT
-        expert = 3 * word + i
-        owned = (expert // p.OWN)[None, :] == ranks
-        needed += tl.sum(tl.where(owned & (expert < p.EXPERTS)[None, :], padded[None, :], 0), 1)
+        counts = tl.where(3 * word + i < p.EXPERTS, counts, 0)
+        padded = padded + (tl.cdiv(counts, p.ALIGNMENT) * p.ALIGNMENT,)
+    needed = tl.zeros_like(ranks)
+    for rank in tl.static_range(world.size):
+        rows = tl.zeros_like(word)
+        for i in tl.static_range(3):
+            rows += tl.where((3 * word + i) // p.OWN == rank, padded[i], 0)
+        needed += tl.where(ranks == rank, tl.sum(rows, 0), 0)
     return needed

@@ -127,7 +127,6 @@ def take_needed(half, flag, p, world):
         counts = tl.zeros_like(word)
         for rank in tl.static_range(world.size):
             counts += found[rank][i]
-        counts = tl.where(3 * word + i < p.EXPERTS, counts, 0)
         padded = padded + (tl.cdiv(counts, p.ALIGNMENT) * p.ALIGNMENT,)
     needed = tl.zeros_like(ranks)
     for rank in tl.static_range(world.size):

@@ -175,11 +175,18 @@ def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("size", "K", "tokens", "H"),
-    [(2, 16, (1, 2), 50), (3, 3, (7, 0, 9), 8), (4, 1, (0, 0, 0, 6), 7), (2, 2, (2, 1), 2060), (1, 2, (5,), 6)],
+    [
+        (2, 16, (1, 2), 50),
+        (3, 3, (7, 0, 9), 8),
+        (4, 1, (0, 0, 0, 6), 7),
+        (2, 2, (2, 1), 2060),
+        (2, 2, (3, 5), 2060),
+        (1, 2, (5,), 6),
+    ],
 )
 def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tuple[int, ...], H: int) -> None:
     """One plan, other routings in its launches, at last one that does not fit; combine takes what either form has
-    returned. Rows that are no token's are not read. With one token on 3 programs, two share it."""
+    returned. Rows that are no token's are not read. With one or two tokens on 4 programs, two share each."""
     experts, most = 6, max(tokens)
     rooms = {"skewed": 160, "none": 160, "one rank": 3}
 
@@ -195,7 +202,23 @@ def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tup
             home = pkt.combine(y, found, mode="low_latency", tokens_per_rank=most)
             assert torch.equal(home, pkt.combine(y, found, mode="pull"))
 
-    on_ranks(size, run, sms=3)
+    on_ranks(size, run, sms=4)
+
+
+@pytest.mark.parametrize("mode", ["push", "low_latency"])
+def test_scales_that_are_longer_than_their_tokens_lie_beside_each_other(mode: str) -> None:
+    """Each of three ranks has several tokens for each of the others."""
+    size, K, experts, G = 3, 2, 6, 33
+
+    def run(world: Any) -> None:
+        x, idx, weights = operands(size, "random", (9,), K, experts, 4)
+        x = [one.to(torch.float8_e4m3fn) for one in x]
+        scales = [random((9, G), torch.float32, rank, 2) for rank in range(size)]
+        mine = [one[world.rank] for one in (x, idx, weights, scales)]
+        found = pkt.dispatch(*mine[:3], experts, scales=mine[3], max_tokens=64, mode=mode)
+        same(found, module.reference(world.rank, x, idx, weights, experts, 64, 1, scales=scales))
+
+    on_ranks(size, run, sms=2)
 
 
 def test_launch_0_does_not_take_the_zeros_that_memory_is_filled_with() -> None:

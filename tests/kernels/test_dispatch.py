@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pkt
 from pkt.kernels import dispatch as module
 from pkt.kernels.combine import plans as combining
 from pkt.kernels.declaration import Call
-from pkt.kernels.dispatch import Dispatched, plans
+from pkt.kernels.dispatch import Dispatched, plans, rules
 from pkt.kernels.shared.grid import SMALL
 from tests.conformance.checks import set_launches
 
@@ -235,6 +237,15 @@ def test_launch_0_does_not_take_the_zeros_that_memory_is_filled_with() -> None:
             world.barrier()
 
     on_ranks(2, run, sms=1)
+
+
+@pytest.mark.parametrize("operator", ["dispatch", "combine"])
+def test_the_documentation_says_up_to_how_many_tokens_low_latency_is_chosen(operator: str) -> None:
+    text = (Path(__file__).parents[2] / "docs/host-api.md").read_text()
+    (row,) = re.findall(rf"^\| `{operator}` \| (\d+) \| (\d+) \| (\d+) \|$", text, re.M)
+    for ranks, said in zip((2, 4, 8), map(int, row)):
+        chosen = [rules.chosen(operator, tokens, 2 * 7168, 8, ranks) for tokens in (said - 10, said + 10)]
+        assert chosen == ["low_latency", {"dispatch": "push", "combine": "pull"}[operator]], ranks
 
 
 def test_the_form_follows_from_a_promise_of_few_tokens() -> None:

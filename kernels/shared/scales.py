@@ -92,8 +92,9 @@ def scaled_of(acc, scales, words_ptr, source, row, m, col, N, world, epoch):
         count, half = half_of(scales, words_ptr, m, world, epoch)
         words = half + tl.cast(source, tl.int64) * count * 2
         if scales.A_EACH:
-            at = row + tl.arange(0, acc.shape[0])
-            found = pl.take_flagged(words + 2 * at, epoch, world, mask=at < m, values=1)[0]
+            i = tl.arange(0, acc.shape[0])
+            found = pl.take_flagged(words + 2 * (row + i), epoch, world, mask=row + i < m, values=1)[0]
+            found = tl.gather(found, i, 0)  # or Triton takes the words in the layout of acc, where a thread has many
             acc *= found.to(tl.float32, bitcast=True)[:, None]
         else:
             acc *= pl.take_flagged(words, epoch, world, values=1)[0].to(tl.float32, bitcast=True)

@@ -25,10 +25,11 @@ from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, DtypeError, PktError, ShapeError, Unsupported
-from pkt.language.inspect import check_sync, targeting
+from pkt.language.inspect import check_sync, count_markers, targeting
 from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
 from pkt.simulate.interpreter import compiling
+from pkt.wording import count_text
 
 ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
 """Values of `compile` -> the target of the front end."""
@@ -50,16 +51,21 @@ _REMEDIES = {  # by a pattern of Triton's message
 
 @dataclass(frozen=True)
 class Usage:
-    """What a program of a compiled kernel takes of an SM. spilled, shared: bytes, of a thread and of a program."""
+    """What a program of a compiled kernel takes of an SM. spilled, shared: bytes, of a thread and of a program.
+    repeated: waits that the kernel has beyond those of its source, because Triton takes flagged words once for each
+    layout in which they are used, and one by one where a thread has several, or because a loop was unrolled."""
 
     kernel: str
     arch: int
     registers: int
     spilled: int
     shared: int
+    repeated: int = 0
 
     def __str__(self) -> str:
-        return f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
+        repeated = f", {count_text(self.repeated, 'repeated wait')}" if self.repeated else ""
+        taken = f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
+        return taken + repeated
 
 
 class Launched:
@@ -212,7 +218,8 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    return Usage(name, arch, int(found[1]), int(found[2]), compiled.metadata.shared)
+    source, made = (count_markers(compiled.asm[stage])["wait"] for stage in ("ttir", "ptx"))
+    return Usage(name, arch, int(found[1]), int(found[2]), compiled.metadata.shared, max(0, made - source))
 
 
 def _said(error: BaseException) -> str:

@@ -168,6 +168,31 @@ def test_compile_reports_what_a_kernel_takes(target: str) -> None:
     assert f"{report.kernels[0].registers} registers, 0 bytes spilled" in str(report)
 
 
+@triton.jit
+def scale_rows(x, words, flags, world, KEPT: tl.constexpr):
+    launch = pl.epoch(flags, world)
+    i = tl.arange(0, 64)
+    pl.put_flagged(words + 2 * i, (i,), launch, world.rank, world)
+    found = pl.take_flagged(words + 2 * i, launch, world, values=1)[0]
+    if KEPT:
+        found = tl.gather(found, i, 0)
+    at = x + 64 * i[:, None] + i[None, :]
+    tl.store(at, tl.load(at) * found[:, None])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_compile_reports_waits_that_triton_repeats(target: str, kept: bool) -> None:
+    def main(world: Any) -> None:
+        x, words = pkt.ones(64, 64, dtype=torch.int32), pkt.zeros(64, 2, dtype=torch.int32)
+        scale_rows[(1,)](x, words, pkt.signals(1), world.device, kept)
+        assert x[:, 5].tolist() == list(range(64))
+
+    (usage,) = pkt.simulate(main, ranks=1, seeds=1, heap=HEAP, compile=target).check().kernels
+    assert (usage.repeated == 0) == kept
+    assert ("repeated wait" in str(usage)) != kept
+
+
 def test_a_dtype_that_triton_does_not_know() -> None:
     def main(world: Any) -> None:
         rotate[(1,)](torch.zeros(64, dtype=torch.complex64), pkt.signals(1), world.device, 32)

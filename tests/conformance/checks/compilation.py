@@ -25,6 +25,19 @@ WIDE = {"m": 8192, "k": 256, "n": 2048}
 """Sizes of a product that takes tile_product.WIDE_TILES, the largest."""
 
 
+REPEATED = {
+    "gather_kernel": 2,
+    "scatter_kernel": 2,
+    "low_latency_kernel": 2,
+    "matmul_combine_kernel": 1,
+    "reduce_kernel": 4,
+}
+"""Waits that a compiled kernel has beyond those of its source, at most: `Usage.repeated` of pkt/simulate/front_end.py.
+Of some shapes the stores of a gather and a scatter have layouts of their own; low-latency dispatch takes numbers of
+tokens in three layouts, in one program; matmul_combine has a loop unrolled; a thread of reduce has four words of one
+kind and two of the other."""
+
+
 def big(case: Case, most: Mapping[str, int], wide: bool) -> Case:
     """The case with dimensions that fill a GPU, none greater than `most` of its letter. wide: of a product, WIDE."""
     shapes = {}
@@ -85,6 +98,12 @@ def check_compiles(
         # Beside copy engines one kernel may signal and another wait.
         compiled = [compile_checked(launch, arch, folder, signals=False) for launch in kernels.values()]
         assert compiled, "no kernel waits for a peer"
+        for kernel in compiled:
+            waits = {
+                stage: count_markers(text)["wait"] for stage, text in kernel.asm.items() if stage in ("ttir", "ptx")
+            }
+            source = waits.get("ttir", waits["ptx"])  # Gluon has none
+            assert waits["ptx"] <= source + REPEATED.get(kernel.metadata.name, 0), kernel.metadata.name
         engines = any(x.kernel is copies.tell_kernel for x in launches)
         assert engines or any(count_markers(kernel.asm["ptx"])["signal"] for kernel in compiled), "no kernel signals"
 

@@ -48,7 +48,7 @@ def take_flagged(ptr, flag, world, mask=None, values: tl.constexpr = 3):
 
     values: 3, or 1, as the sender put. Each thread spins on `ld.relaxed.sys.global.b128` (`.b64`) of its own words, one
     after the other, with the deadline and the record of `wait`. No order: the sender's other accesses do not become
-    visible. Where the result is used in another layout, Triton may take the words again, with the same result and some
+    visible. Where the result is used in another layout, Triton 3.6 takes the words again, with the same result and some
     flights to memory more: `tl.gather(found, tl.arange(0, N), 0)` prevents it.
     """
     return ptx.take_flagged(ptr, 0, 1, flag, mask, world, values)[0]

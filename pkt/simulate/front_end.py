@@ -52,8 +52,8 @@ _REMEDIES = {  # by a pattern of Triton's message
 @dataclass(frozen=True)
 class Usage:
     """What a program of a compiled kernel takes of an SM. spilled, shared: bytes, of a thread and of a program.
-    repeated: waits that the kernel has beyond those of its source, because Triton takes flagged words once for each
-    layout in which they are used, and one by one where a thread has several, or because a loop was unrolled."""
+    repeated: waits that the kernel has beyond those of its source, because Triton 3.6 takes flagged words once for each
+    layout in which they are used, and any Triton one by one where a thread has several, or unrolls a loop."""
 
     kernel: str
     arch: int

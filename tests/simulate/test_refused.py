@@ -183,14 +183,18 @@ def scale_rows(x, words, flags, world, KEPT: tl.constexpr):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_compile_reports_waits_that_triton_repeats(target: str, kept: bool) -> None:
+    waits = []
+
     def main(world: Any) -> None:
         x, words = pkt.ones(64, 64, dtype=torch.int32), pkt.zeros(64, 2, dtype=torch.int32)
-        scale_rows[(1,)](x, words, pkt.signals(1), world.device, kept)
+        launched = scale_rows[(1,)](x, words, pkt.signals(1), world.device, kept)
+        waits.append(launched.asm["ptx"].count("// pkt.wait"))
         assert x[:, 5].tolist() == list(range(64))
 
     (usage,) = pkt.simulate(main, ranks=1, seeds=1, heap=HEAP, compile=target).check().kernels
-    assert (usage.repeated == 0) == kept
-    assert ("repeated wait" in str(usage)) != kept
+    assert usage.repeated == waits[0] - 1
+    assert (usage.repeated == 0) == (kept or not triton.__version__.startswith("3.6")), "newer ones repeat none"
+    assert ("repeated wait" in str(usage)) == (usage.repeated > 0)
 
 
 def test_a_dtype_that_triton_does_not_know() -> None:

@@ -181,8 +181,9 @@ def _apply() -> None:
     _patches.apply()
 
 
-def _attribute(value: Any, *_: Any) -> Any:
-    return value
+def _hint() -> Callable:
+    """A function of its own for each name: who imports it gets the right one back, see pkt.simulate.patches."""
+    return lambda value, *_: value
 
 
 _OPERATORS = (
@@ -270,10 +271,10 @@ def _install() -> None:
             ("range", source.range_of_tensors),
             ("static_range", source.static_range),
             ("static_assert", source.HELPERS["__pkt_assert__"]),
-            ("static_print", print),
-            ("multiple_of", _attribute),
-            ("max_contiguous", _attribute),
-            ("max_constancy", _attribute),
+            ("static_print", lambda *args, **named: print(*args, **named)),
+            ("multiple_of", _hint()),
+            ("max_contiguous", _hint()),
+            ("max_constancy", _hint()),
             ("reduce", reductions.reduce),
             ("associative_scan", reductions.associative_scan),
             ("map_elementwise", reductions.map_elementwise),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ class Patches:
         self._applied: list[_Owner] = []
         self.replaced: dict[int, Any] = {}
         """Id of each value of a module that the patches replace -> its replacement."""
+        self._modules: set[str] = set()  # names of those that have taken no replacement
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of `owner` at the next `apply`."""
@@ -49,7 +51,7 @@ class Patches:
         if name in known.before:
             known.changed[name] = known.before[name]
             if known.is_module:
-                self.replaced[id(self.value(owner, name))] = value
+                self.replaced[id(known.before[name])] = value
         known.values[name] = value
 
     def value(self, owner: Any, name: str) -> Any:
@@ -66,17 +68,34 @@ class Patches:
         self.replaced.clear()
 
     def apply(self) -> None:
+        self._modules = set(sys.modules)
         for owner in self._owners.values():
             self._applied.append(owner)  # first: an interrupt may come while half of its values are set
             owner.set(owner.values)
 
+    def _return_imports(self) -> None:
+        """Give modules that were imported since `apply` what `from triton.language import exp` would have given them
+        before."""
+        new = {name for name in list(sys.modules) if name.partition(".")[0] != "pkt"} - self._modules
+        if not new:
+            return
+        owners = [owner for owner in self._owners.values() if owner.is_module]
+        before = {id(owner.values[name]): value for owner in owners for name, value in owner.changed.items()}
+        for name in new:
+            module = sys.modules.get(name)
+            if inspect.ismodule(module) and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+                vars(module).update({n: before[id(v)] for n, v in vars(module).items() if id(v) in before})
+                self._modules.add(name)
+
     def remove(self) -> None:
+        self._return_imports()
         while self._applied:
             self._applied.pop().undo()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While the context lasts, attributes have their values from before."""
+        self._return_imports()
         for owner in self._applied:
             owner.undo()
         try:

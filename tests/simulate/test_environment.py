@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import os
 import subprocess
@@ -23,6 +24,7 @@ from triton.runtime.jit import JITFunction
 import pkt
 import pkt.language as pl
 from pkt.errors import CompileError, RankFailed
+from pkt.language.inspect import compile_only
 from pkt.runtime import world as worlds
 from pkt.simulate.findings import Deadlock
 from pkt.simulate.interpreter import interpreting
@@ -364,6 +366,41 @@ def test_a_kernel_cannot_be_launched_from_a_kernel() -> None:
 
     with pytest.raises(CompileError, match=r"plain\[\(1,\)\]\(x\)"):
         pkt.launch(lambda world: launches[(1,)](torch.zeros(1)), ranks=1, device="cpu")
+
+
+IMPORTED = """
+import triton
+import triton.language as tl
+from triton.language import load, max_contiguous, multiple_of, store
+from triton.language.extra.libdevice import rsqrt
+from triton.language.math import exp2
+
+@triton.jit
+def inverse_root(x_ptr, N: tl.constexpr):
+    i = max_contiguous(multiple_of(tl.arange(0, N), N), N)
+    store(x_ptr + i, rsqrt(exp2(load(x_ptr + i))))
+"""
+
+
+def test_host_code_may_import_a_module_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports from Triton meanwhile is Triton's, in this run, the next one, and on a GPU."""
+    name = f"kernels_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def main(world: Any) -> None:
+        module = importlib.import_module(name)
+        x = torch.full((8,), 2.0)
+        module.inverse_root[(1,)](x, 8)
+        assert x.tolist() == [0.5] * 8
+
+    for _ in range(2):
+        pkt.simulate(main, 2, seeds=2).check()
+    module = importlib.import_module(name)
+    for taken in ("load", "store", "multiple_of", "max_contiguous"):
+        assert getattr(module, taken) is getattr(tl, taken)
+    assert module.exp2 is tl.math.exp2
+    assert "rsqrt" in compile_only(module.inverse_root, "*fp32", 8).asm["ptx"]
 
 
 def test_patches_serve_again_until_triton_changes(monkeypatch: pytest.MonkeyPatch) -> None:

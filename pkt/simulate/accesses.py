@@ -286,7 +286,8 @@ class Accesses:
         self._own_stores(access)
         if task.fenced:
             self._commit_buffered(task)
-        self.detector.write(access, kind, is_async, at)
+        if access.region.kind != "local" or access.region.shadow is None or not _holds(access, values):
+            self.detector.write(access, kind, is_async, at)
         self._charge(access)
         if not m.schedule.late_stores or access.region.kind == "local":
             Pending(access, values, is_async).commit()
@@ -392,6 +393,11 @@ class Accesses:
 def scalar(value: Any) -> int:
     """The value of a scalar as a Python int."""
     return int(value.handle.data.item(0)) if isinstance(value, tl.tensor) else int(value)
+
+
+def _holds(access: Access, values: np.ndarray) -> bool:
+    """Whether the elements of an access have these values already, bit by bit."""
+    return access.read(values.dtype).tobytes() == values.tobytes()
 
 
 def mask_of(mask: Any, ptr: Any) -> Any:

@@ -31,6 +31,10 @@ _OF_A_FLAG = (
 )
 _OF_ONE_PROGRAM = "call pl.quiet() between the two"
 _OF_HOST_CODE = "call world.barrier() between the two in host code, or order them by a signal and a wait in kernels"
+_OF_PLAIN = (
+    'let the first program do an atomic behind its access, and the second one before its own, both with sem="acq_rel"; '
+    "or make the second access in another launch"
+)
 _OF_TMA = "put pl.signal after the first and pl.wait before the second: other atomics do not order TMA"
 _UPDATES = frozenset({"atomic", POLLING + "atomic", "TMA reduce"})
 _LOOKS_AT_FLAGS = POLLING, "wait", "failed CAS"  # so do accesses whose kinds begin like these
@@ -69,10 +73,12 @@ def _reaches(scope: str, one: Any, other: Any) -> bool:
     return scope == "system" or (scope == "gpu" and one.rank == other.rank)
 
 
-def _remedy(one: Any, other: Any, *kinds: str) -> str:
-    """What mends a race of these programs' accesses of these kinds; "" for what mends most."""
+def _remedy(one: Any, other: Any, region: Region, *kinds: str) -> str:
+    """What mends a race of these programs' accesses of these kinds to a region; "" for what mends most."""
     if one is other:
         return _OF_ONE_PROGRAM
+    if region.kind == "local":
+        return _OF_PLAIN
     if any(kind.startswith(_LOOKS_AT_FLAGS) for kind in kinds):
         return _OF_A_FLAG
     if one.is_host or other.is_host:
@@ -183,11 +189,16 @@ class Detector:
 
     # -- accesses ---------------------------------------------------------------------------------------------------
 
+    def _looks_at(self, region: Region) -> bool:
+        """Whether reads of a region are checked: of a plain tensor behind a launch's first write only, because most
+        are never written."""
+        return self.m.races and (region.kind != "local" or region.shadow is not None)
+
     def read(self, access: Access, kind: str, is_async: bool = False, at: Site | None = None) -> None:
         """Check and record a read of the current program, by TMA if `is_async`."""
         m, task = self.m, self.m.current
         region = access.region
-        if not m.races or region.kind == "local":
+        if not self._looks_at(region):
             return
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         if is_async:
@@ -207,7 +218,7 @@ class Detector:
         races with plain writes, and with updates for which it is not atomic."""
         m, task = self.m, self.m.current
         region = access.region
-        if not m.races or region.kind == "local":
+        if not self._looks_at(region):
             return
         shadow = region.shadow or self._shadow(region)
         if shadow.written:
@@ -228,7 +239,7 @@ class Detector:
         program out."""
         m, task = self.m, self.m.current
         region = access.region
-        if not m.races or region.kind == "local":
+        if not m.races:
             return
         updates = kind in _UPDATES
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
@@ -375,7 +386,7 @@ class Detector:
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
         made = FOUND.get(first_kind, findings.DataRace)
         if made is findings.DataRace:
-            remedy = remedy or _remedy(author, task, first_kind, kind)
+            remedy = remedy or _remedy(author, task, region, first_kind, kind)
         error = made.between(first, accessed(task, kind, tensor, at), pair, remedy)
         if task.satisfied_by is not None:
             error.add_note(task.satisfied_by)

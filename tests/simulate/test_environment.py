@@ -207,6 +207,11 @@ def plain(x):
 
 
 @triton.jit
+def counted(x):
+    tl.atomic_add(x, 1)
+
+
+@triton.jit
 def wrong(x):
     tl.device_assert(tl.load(x) > 0, "x must be positive")
 
@@ -218,7 +223,7 @@ def forever(flags, world):
 
 def good(world: Any) -> None:
     torch.rand(3)
-    plain[(2,)](torch.zeros(1))
+    counted[(2,)](torch.zeros(1))
 
 
 def kernel_raises(world: Any) -> None:
@@ -329,7 +334,7 @@ def test_a_run_may_contain_a_run() -> None:
 
     def inner(world: Any) -> float:
         x = torch.zeros(1)
-        plain[(3,)](x)
+        counted[(3,)](x)
         return x.item() + world.size
 
     def outer(world: Any) -> tuple:

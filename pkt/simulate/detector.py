@@ -31,10 +31,7 @@ _OF_A_FLAG = (
 )
 _OF_ONE_PROGRAM = "call pl.quiet() between the two"
 _OF_HOST_CODE = "call world.barrier() between the two in host code, or order them by a signal and a wait in kernels"
-_OF_PLAIN = (
-    'let the first program do an atomic behind its access, and the second one before its own, both with sem="acq_rel"; '
-    "or make the second access in another launch"
-)
+_OF_PLAIN = 'order them by atomics with sem="acq_rel", behind the first and before the second, or by two launches'
 _OF_TMA = "put pl.signal after the first and pl.wait before the second: other atomics do not order TMA"
 _UPDATES = frozenset({"atomic", POLLING + "atomic", "TMA reduce"})
 _LOOKS_AT_FLAGS = POLLING, "wait", "failed CAS"  # so do accesses whose kinds begin like these

@@ -46,7 +46,7 @@ def test_parts_that_are_added_without_order_are_a_race(sem: str | None, again: b
     races = [found for found in report.findings if "data race" in str(found)]
     assert len(races) == 1, "both ranks' are one"
     assert "load of rank 0's parts[0, 0]" in str(races[0]) or "load of rank 1's parts[0, 0]" in str(races[0])
-    assert 'both with sem="acq_rel"; or make the second access in another launch' in str(races[0])
+    assert 'atomics with sem="acq_rel", behind the first and before the second, or by two launches' in str(races[0])
 
 
 def test_parts_that_the_last_arrival_adds_are_right() -> None:

@@ -198,7 +198,7 @@ class Detector:
         if not self._looks_at(region):
             return
         shadow, touched = region.shadow or self._shadow(region), touched_by(access)
-        if is_async:
+        if is_async and region.kind != "local":
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
         mine = m.clocks.fit(task.clock)
@@ -245,7 +245,7 @@ class Detector:
             self.begin_update(scope, access.itemsize)
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else task.clock.item(column)) << 32 | column << 16
-        task.undrained = task.undrained or is_async
+        task.undrained = task.undrained or (is_async and region.kind != "local")
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         if updates and region.kind == "signals":  # they race with plain writes of counters only
             if shadow.written:

@@ -116,6 +116,12 @@ def test_a_message_without_its_signal_is_a_race(how: str) -> None:
     }
 
 
+@pytest.mark.parametrize("how", ["gpu scope", "gpu scope of the release"])
+def test_too_narrow_a_scope_does_not_order_the_message_either(how: str) -> None:
+    found = [str(race) for seed in range(8) for race in outcome(send_main, 2, seed, (how,)).findings]
+    assert any("load of rank" in race and "x[0] by" in race for race in found), "of the data, not of the counter"
+
+
 @pytest.mark.parametrize("how", ["no wait", "no signal", "relaxed signal"])
 def test_a_missing_order_shows_as_a_wrong_value(how: str) -> None:
     """Without the race detector, some schedule shows a wrong value. Only the detector finds a missing acquire or too

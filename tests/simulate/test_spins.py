@@ -316,7 +316,13 @@ LOCKED = [(2, 1), (2, 8), (3, 11), (8, 3), (8, 9), (16, 4)]
 
 @pytest.mark.parametrize(
     ("ranks", "seed", "tell"),
-    [*((*run, tell) for run in LOCKED for tell in (False, True)), (8, 1, True), (8, 23, True), (8, 45, True)],
+    [
+        *((*run, tell) for run in LOCKED for tell in (False, True)),
+        (8, 1, True),
+        (8, 23, True),
+        (8, 45, True),
+        (16, 41, True),
+    ],
 )
 def test_programs_that_look_under_a_lock_take_turns(ranks: int, seed: int, tell: bool) -> None:
     def main(world: Any) -> None:

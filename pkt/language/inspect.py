@@ -122,6 +122,15 @@ def count_markers(text: str) -> dict[str, int]:
     return {call: len(re.findall(re.escape(marker) + r"\b", text)) for marker, call in MARKERS.items()}
 
 
+def repeated_waits(asm: Mapping[str, Any]) -> int:
+    """Waits that a kernel of Triton has in its PTX beyond those of its source; 0 for one of Gluon. asm: as of
+    `check_sync`."""
+    if "ttir" not in asm:
+        return 0
+    source, made = (count_markers(asm[stage])["wait"] for stage in ("ttir", "ptx"))
+    return max(0, made - source)
+
+
 def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
     """Raise errors.LostSync if a wait or signal of the source did not reach the PTX, or has no effect where it is.
 

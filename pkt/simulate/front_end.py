@@ -25,7 +25,7 @@ from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, DtypeError, PktError, ShapeError, Unsupported
-from pkt.language.inspect import check_sync, count_markers, targeting
+from pkt.language.inspect import check_sync, repeated_waits, targeting
 from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
 from pkt.simulate.interpreter import compiling
@@ -218,8 +218,8 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    source, made = (count_markers(compiled.asm[stage])["wait"] for stage in ("ttir", "ptx"))
-    return Usage(name, arch, int(found[1]), int(found[2]), compiled.metadata.shared, max(0, made - source))
+    shared, repeated = compiled.metadata.shared, repeated_waits(compiled.asm)
+    return Usage(name, arch, int(found[1]), int(found[2]), shared, repeated)
 
 
 def _said(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pkt.kernels.declaration import Case
 from pkt.kernels.operator import Operator
 from pkt.kernels.shared import copies
 from pkt.kernels.shared.checks import FLOATS
-from pkt.language.inspect import count_markers
+from pkt.language.inspect import count_markers, repeated_waits
 from tests import device_library
 from tests.conformance import inputs
 from tests.kernels.launches import all_launched, compile_checked
@@ -99,11 +99,7 @@ def check_compiles(
         compiled = [compile_checked(launch, arch, folder, signals=False) for launch in kernels.values()]
         assert compiled, "no kernel waits for a peer"
         for kernel in compiled:
-            waits = {
-                stage: count_markers(text)["wait"] for stage, text in kernel.asm.items() if stage in ("ttir", "ptx")
-            }
-            source = waits.get("ttir", waits["ptx"])  # Gluon has none
-            assert waits["ptx"] <= source + REPEATED.get(kernel.metadata.name, 0), kernel.metadata.name
+            assert repeated_waits(kernel.asm) <= REPEATED.get(kernel.metadata.name, 0), kernel.metadata.name
         engines = any(x.kernel is copies.tell_kernel for x in launches)
         assert engines or any(count_markers(kernel.asm["ptx"])["signal"] for kernel in compiled), "no kernel signals"
 

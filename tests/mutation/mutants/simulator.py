@@ -10,7 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the outermost tuple gets a value that belongs into another",
          "_get_iterable_path(values, path[:-1])._setitem(", "values._setitem("),
     ),
-    *of(SIMULATE + "front_end.py", "tests/simulate/test_refused.py -k repeats",
+    *of("pkt/language/inspect.py", "tests/simulate/test_refused.py -k repeats",
         ("repeated waits are not counted", "max(0, made - source)", "0"),
         ("all waits are called repeated", "max(0, made - source)", "made"),
     ),

@@ -1,7 +1,8 @@
 """CUDA's libdevice in numpy and torch: the functions behind `triton.language.extra.libdevice`.
 
 Triton chooses a symbol by the types of the arguments, such as `__nv_tanhf`. Results of fp32 are computed in fp64 and
-rounded once. docs/triton-coverage.md states the accuracy.
+rounded once. Triton links libdevice so that fp32 numbers below the smallest normal one count as zeros.
+docs/triton-coverage.md states the accuracy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from pkt.errors import Unsupported
-from pkt.simulate.numerics import fma64, to_integer
+from pkt.simulate.numerics import flushed, fma64, to_integer
 from pkt.simulate.sites import site
 
 Function = Callable[..., np.ndarray]
@@ -23,19 +24,21 @@ def call(symbol: str, values: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     name = symbol.removeprefix("__nv_")
     exact = _find(_EXACT, name)
     if exact is not None:
-        return exact(*values).astype(dtype, copy=False)
+        return _EXACT[exact](*values).astype(dtype, copy=False)
     real = _find(_REAL, name)
     if real is None:
         nearest = name.rpartition("_")[2] in ("rz", "rd", "ru")
         remedy = "use the function that ends in _rn" if nearest else "compute it from functions of tl.math"
         raise Unsupported.simulated(f"libdevice's {symbol}", str(site()), remedy)
-    wide = [v.astype(np.float64) if v.dtype == np.float32 else v for v in values]
-    return real(*wide).astype(dtype, copy=False)
+    seen = values if real in _TAKE_SMALL else [flushed(v) for v in values]
+    wide = [v.astype(np.float64) if v.dtype == np.float32 else v for v in seen]
+    out = _REAL[real](*wide).astype(dtype, copy=False)
+    return out if real in _GIVE_SMALL else flushed(out)
 
 
-def _find(functions: dict[str, Function], name: str) -> Function | None:
+def _find(functions: dict[str, Function], name: str) -> str | None:
     # fp32 has a letter more: sinf, fadd_rn. So have some of fp64 (isnand, dadd_rn) and of unsigned integers (umulhi).
-    return next((functions[n] for n in (name, name[:-1], name[1:], name.removesuffix("ll")) if n in functions), None)
+    return next((n for n in (name, name[:-1], name[1:], name.removesuffix("ll")) if n in functions), None)
 
 
 def _torch(fn: Callable[[torch.Tensor], torch.Tensor]) -> Function:
@@ -46,12 +49,34 @@ def _torch(fn: Callable[[torch.Tensor], torch.Tensor]) -> Function:
 
 
 def _quarter_turns(x: np.ndarray, turns: int) -> np.ndarray:
-    """sin(pi * (x + turns / 2))."""
-    nearest = np.rint(2 * x)
-    angle = np.pi * (x - nearest / 2)
+    """sin(pi * (x + turns / 2)). Zeros have the sign of x in a sine, and none in a cosine."""
+    part = np.fmod(x, 2)
+    nearest = np.rint(2 * part)
+    angle = np.pi * (part - nearest / 2)
     turn = np.mod(nearest + turns, 4)
     out = np.where(np.mod(turn, 2) == 0, np.sin(angle), np.cos(angle))
-    return np.where(turn < 2, out, -out)
+    out = np.where(turn < 2, out, -out)
+    return np.where(out == 0, 0.0 if turns else np.copysign(0.0, x), out)
+
+
+def _bessel(name: str) -> Function:
+    """torch's function, which is NaN for large numbers. The limits there: infinity for i, 0 for j and y."""
+    of = _torch(getattr(torch.special, name, None) or getattr(torch.special, f"bessel_{name}"))
+
+    def function(x: np.ndarray) -> np.ndarray:
+        out = of(x)
+        far = np.isnan(out) & (np.abs(x) > 1) & ~((name[0] == "y") & (x < 0))
+        return np.where(far, {"i0": np.inf, "i1": np.copysign(np.inf, x)}.get(name, 0.0), out)
+
+    return function
+
+
+def _normcdf(x: np.ndarray) -> np.ndarray:
+    """erfc(-x / sqrt(2)) / 2. What the argument loses by rounding is made up for by the derivative."""
+    exact = x.astype(np.longdouble) * -np.sqrt(np.longdouble(0.5))
+    near = exact.astype(np.float64)
+    lost = np.where(np.isfinite(near), exact - near, 0).astype(np.float64)
+    return (_torch(torch.erfc)(near) - lost * (2 / np.sqrt(np.pi)) * np.exp(-near * near)) / 2
 
 
 def _round(x: np.ndarray) -> np.ndarray:
@@ -96,12 +121,11 @@ _REAL: dict[str, Function] = {
     **{a: getattr(np, f"arc{a[1:]}") for a in "asin acos atan atan2 asinh acosh atanh".split()},
     **{f"fast_{name}": getattr(np, name) for name in "sin cos tan exp log log2 log10".split()},
     **{name: _torch(getattr(torch, name)) for name in "erf erfc erfinv lgamma".split()},
-    **{name: _torch(getattr(torch.special, f"bessel_{name}")) for name in "j0 j1 y0 y1".split()},
-    "cyl_bessel_i0": _torch(torch.special.i0),
-    "cyl_bessel_i1": _torch(torch.special.i1),
+    **{name: _bessel(name) for name in "j0 j1 y0 y1".split()},
+    **{f"cyl_bessel_{name}": _bessel(name) for name in ("i0", "i1")},
     "erfcx": _torch(torch.special.erfcx),
     "erfcinv": lambda x: _torch(torch.special.ndtri)(x / 2) * -np.sqrt(0.5),
-    "normcdf": _torch(torch.special.ndtr),
+    "normcdf": _normcdf,
     "normcdfinv": _torch(torch.special.ndtri),
     "nearbyint": np.rint,
     "round": _round,
@@ -115,7 +139,7 @@ _REAL: dict[str, Function] = {
     "exp10": lambda x: np.power(10.0, x),
     "fast_exp10": lambda x: np.power(10.0, x),
     "pow": np.power,
-    "fast_pow": np.power,
+    "fast_pow": lambda x, y: np.exp2(y * np.log2(x)),
     "powi": lambda x, n: np.power(x, n.astype(np.float64)),
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "rsqrt_rn": lambda x: 1 / np.sqrt(x),
@@ -135,6 +159,10 @@ _REAL: dict[str, Function] = {
     "sqrt_rn": np.sqrt,
 }
 """Functions that compute in fp64."""
+
+# Of fp32, as measured on an H200: functions that see numbers below the smallest normal one, and those that return them.
+_TAKE_SMALL = {*"log log2 log10 erfinv copysign fdim ldexp scalbn logb cbrt rcbrt".split()}
+_GIVE_SMALL = {*"exp exp10 erfinv copysign fdim ldexp scalbn fmod remainder rhypot".split()}
 
 # -- bits and integers ------------------------------------------------------------------------------------------------
 
@@ -170,12 +198,12 @@ def _average(up: int) -> Function:
 
 
 def _ilogb(x: np.ndarray) -> np.ndarray:
-    return to_integer(np.where(np.isnan(x), -np.inf, _logb(x)), np.dtype(np.int32))
+    return to_integer(np.where(np.isnan(x), -np.inf, _logb(flushed(x))), np.dtype(np.int32))
 
 
 def _to_int(rounding: Function, dtype: str) -> Function:
     # Triton calls the result of an unsigned conversion signed.
-    return lambda x: to_integer(rounding(x), np.dtype(dtype)).view(dtype.replace("u", ""))
+    return lambda x: to_integer(rounding(flushed(x)), np.dtype(dtype)).view(dtype.replace("u", ""))
 
 
 def _view(dtype: str) -> Function:

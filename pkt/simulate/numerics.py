@@ -185,17 +185,34 @@ def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
     return out
 
 
+def decode_finite(codes: np.ndarray) -> np.ndarray:
+    """float32 values of fp8e5 bit patterns for a cast to bf16. Triton multiplies them by 2 ** 112, so that what is an
+    infinity or NaN becomes a number from 65536 up."""
+    bits = codes.astype(np.uint32)
+    return ((bits & 0x7F) << 21 | (bits & 0x80) << 24).view(np.float32) * np.float32(2.0**112)
+
+
 def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Integers of float `values`, as `cvt.rzi`: rounded towards zero, clamped, NaN to 0. Types of 8 bits take
-    the low bits of the 16-bit result."""
+    """Integers of float `values`, as `cvt.rzi`: rounded towards zero and clamped. NaN is 0, but of fp64, and in 64
+    bits, the number whose highest bit alone is set. Types of 8 bits take the low bits of the 16-bit result."""
     wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 2)}")
     info = np.iinfo(wide)
     out = values.astype(wide)
     inside = (values > info.min - 1.0) & (values < info.max + 1.0)
     if not inside.all():
-        limit = np.where(np.isnan(values), wide.type(0), np.where(values < 0, wide.type(info.min), wide.type(info.max)))
+        highest = info.min if wide.kind == "i" else info.max // 2 + 1
+        nan = wide.type(highest if values.dtype == np.float64 or wide.itemsize == 8 else 0)
+        limit = np.where(np.isnan(values), nan, np.where(values < 0, wide.type(info.min), wide.type(info.max)))
         out = np.where(inside, out, limit)
     return out.astype(dtype, copy=False)
+
+
+def flushed(values: np.ndarray) -> np.ndarray:
+    """fp32 `values` below the smallest normal number as zeros of their sign; values of other types as they are."""
+    if values.dtype != np.float32:
+        return values
+    small = np.abs(values) < np.finfo(np.float32).tiny
+    return np.where(small, np.copysign(np.float32(0), values), values) if small.any() else values
 
 
 def to_nearest_tf32(values: np.ndarray) -> np.ndarray:

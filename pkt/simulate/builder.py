@@ -22,7 +22,19 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 from pkt.errors import Unsupported
 from pkt.simulate import numerics
 from pkt.simulate.loops import POLL, Slice
-from pkt.simulate.numerics import BITS, decode, encode, matmul, scale, to_half, to_integer, to_nearest_tf32, unpack_fp4
+from pkt.simulate.numerics import (
+    BITS,
+    decode,
+    decode_finite,
+    encode,
+    flushed,
+    matmul,
+    scale,
+    to_half,
+    to_integer,
+    to_nearest_tf32,
+    unpack_fp4,
+)
 from pkt.simulate.sites import site
 
 ATOMICS: dict[Any, Any] = {
@@ -40,6 +52,8 @@ ATOMICS: dict[Any, Any] = {
 _REGISTERS = re.compile(r"mov\.u(?:32|64) \$0, %(globaltimer|smid);")  # tl.extra.cuda.globaltimer and smid
 _INSTEAD = "use the functions of pkt.language or tl"
 _PARTS = {"BF16x3": 2, "BF16x6": 3}  # of an operand of tl.dot: three or six products of them
+_OF_NUMBERS: dict[Any, Any] = {np.maximum: np.fmax, np.minimum: np.fmin}  # by TMA, which passes over NaN
+_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 _BITS = (ir.ATOMIC_OP.AND, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # of floats, too
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN, *_BITS)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
@@ -74,6 +88,14 @@ class Tile:
         self.address = int(desc.base.data.item()) + sum((o + lo) * s for o, lo, s in zip(start, low, stride))
 
 
+def _written(desc: Any, offsets: list[TensorHandle]) -> Tile:
+    """The tile that a TMA store or reduction writes. To a GPU a negative offset there is an illegal instruction."""
+    start = [int(o.data.item()) for o in offsets]
+    if min(start) < 0:
+        raise ValueError(f"descriptor offset {start} at {site()}: a GPU writes no tile that begins outside the tensor")
+    return Tile(desc, offsets)
+
+
 _DTYPES: dict[str, np.dtype] = {}
 
 
@@ -100,6 +122,12 @@ class _Results:
         self.get_result = results.__getitem__
 
 
+def _flushing(name: str) -> Any:
+    """The builder's function `name`, which on GPUs takes fp32 numbers below the smallest normal one for zeros."""
+    function = getattr(InterpreterBuilder, name)
+    return lambda self, arg: function(self, handle(flushed(arg.data), arg.dtype))
+
+
 class Builder(InterpreterBuilder):
     """The one builder of the process."""
 
@@ -117,6 +145,8 @@ class Builder(InterpreterBuilder):
     def binary_op(self, lhs, rhs, op):
         ty = lhs.dtype.scalar
         if ty.name in BITS:
+            if ty.name != "bf16":
+                raise _not_compiled(f"arithmetic of {ty.name}", "cast to fp32 first")
             out = op(decode(lhs.data, ty), decode(rhs.data, ty))
             return handle(out, tl.int1) if out.dtype == np.bool_ else handle(encode(out, ty), ty)
         if ty.name == "int1" and op in (np.add, np.subtract, np.multiply):  # one bit wraps; numpy's bool saturates
@@ -134,6 +164,13 @@ class Builder(InterpreterBuilder):
             return handle(encode(op(decode(arg.data, ty)), ty), ty)
         return super().unary_op(arg, op)
 
+    create_ceil, create_floor = _flushing("create_ceil"), _flushing("create_floor")
+    create_sqrt, create_rsqrt = _flushing("create_sqrt"), _flushing("create_rsqrt")
+    create_erf, create_sin = _flushing("create_erf"), _flushing("create_sin")
+
+    def create_exp2(self, arg):
+        return handle(flushed(super().create_exp2(arg).data), arg.dtype)
+
     def create_fma(self, x, y, z):
         ty = z.dtype.scalar
         if ty == tl.float64:
@@ -148,8 +185,13 @@ class Builder(InterpreterBuilder):
 
     def create_histogram(self, data, bins, mask):
         self.pkt.join_threads()
-        inside = (data.data >= 0) & (data.data < bins)  # values outside the bins are not counted
-        chosen = data.data[inside if mask is None else inside & mask.data]
+        if data.data.itemsize != 4:
+            raise _not_compiled(f"a histogram of {data.dtype.scalar}", "cast to int32 first")
+        chosen = data.data if mask is None else data.data[mask.data]
+        outside = chosen[(chosen < 0) | (chosen >= bins)]
+        if outside.size:
+            what = f"{outside[0]} is in none of the {bins} bins, and a GPU may count it in any"
+            raise ValueError(f"tl.histogram at {site()}: {what}: mask it")
         return handle(np.bincount(chosen.astype(np.int64), minlength=bins).astype(np.int32), tl.int32)
 
     def get_all_ones_value(self, type):
@@ -199,10 +241,7 @@ class Builder(InterpreterBuilder):
         have, want = src.dtype.scalar.name, dst_type.scalar.name
         toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
         if (have, want) not in _TOWARD_ZERO if toward_zero else (have, want) in _NOT_CONVERTED:
-            what = f"a cast of {have} to {want}{' towards zero' * toward_zero} at {site()}"
-            raise Unsupported.here(
-                what, "found a conversion that Triton does not compile for GPUs", "cast to fp32 first"
-            )
+            raise _not_compiled(f"a cast of {have} to {want}{' towards zero' * toward_zero}", "cast to fp32 first")
         return self.cast_impl(src, dst_type, toward_zero)
 
     def cast_impl(self, src, dst_type, toward_zero=False):
@@ -210,7 +249,8 @@ class Builder(InterpreterBuilder):
         if "fp8e4b15" in (have.name, want.name):
             raise Unsupported.simulated("a conversion of float8e4b15", str(site()), "use float8e4nv or float8e5")
         if want.name in BITS:
-            return handle(encode(decode(src.data, have), want, toward_zero), want)
+            values = decode_finite(src.data) if (have.name, want.name) == ("fp8e5", "bf16") else decode(src.data, have)
+            return handle(encode(values, want, toward_zero), want)
         values = decode(src.data, have)
         if want.name == "fp16" and values.dtype == np.float32:
             return handle(to_half(values, toward_zero), want)
@@ -328,12 +368,23 @@ class Builder(InterpreterBuilder):
         return handle(values, tile.element)
 
     def create_descriptor_store(self, desc, value, indices):
-        tile = Tile(desc, indices)
+        tile = _written(desc, indices)
         self.pkt.store_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box))
 
     def create_descriptor_reduce(self, kind, desc, value, indices):
-        tile = Tile(desc, indices)
-        update = _rounded(ATOMICS[getattr(ir.ATOMIC_OP, str(kind).split(".")[-1].upper())], tile.element)
+        tile = _written(desc, indices)
+        name = str(kind).split(".")[-1].upper()
+        op = ATOMICS[getattr(ir.ATOMIC_OP, name)]
+        if tile.element.is_floating():
+            op = _OF_NUMBERS.get(op, op)
+        elif op in _BITWISE and tile.dtype.itemsize == 8:
+            what = f"{desc.base.dtype.element_ty} at {site()}"
+            raise Unsupported.here(
+                f"a descriptor's atomic_{name.lower()} of {what}",
+                "GPUs have it for 32 bits",
+                "use tl.atomic_" + name.lower(),
+            )
+        update = _rounded(op, tile.element)
         self.pkt.reduce_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box), update)
 
     def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
@@ -418,6 +469,10 @@ class Builder(InterpreterBuilder):
 
     def create_grid_dependency_launch_dependents(self) -> None:
         """See `create_grid_dependency_wait`."""
+
+
+def _not_compiled(what: str, remedy: str) -> Unsupported:
+    return Unsupported.here(f"{what} at {site()}", "Triton does not compile it for GPUs", remedy)
 
 
 def _like(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -28,7 +28,7 @@ def _along(array: np.ndarray, axis: int, where: slice) -> np.ndarray:
 
 def _numpy_op(combine_fn: Any, data: np.ndarray, ty: tl.dtype) -> Any:
     """The numpy function that combines `data` as `combine_fn` does, or None."""
-    if ty.name in BITS:
+    if ty.name in BITS or ty.name == "int1":  # one bit wraps; numpy's bool saturates
         return None
     rounds_once = ty.name == "fp16"  # a sum and a product, in numpy; the GPU rounds each step
     # By identity: a JITFunction cannot be hashed while `tl` is patched.

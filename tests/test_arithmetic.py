@@ -1,0 +1,63 @@
+"""The comparison of the simulator's values with a GPU's, and what the docs say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import arithmetic
+from benchmarks._expressions import Case, program
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("case", [program(3), program(4), Case("quotient", ("int8", "bool"), ("r = a // (b + 1)",))])
+def test_the_comparison_with_a_gpu_finds_a_difference(
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The simulator stands in for the GPU, right and then wrong."""
+    simulated: list[torch.Tensor] = []
+
+    def run(kernel: Any, case: Case, device: str) -> list[torch.Tensor]:
+        if device == "cpu":
+            simulated[:] = computed(kernel, case, device)
+        return [x.clone() for x in simulated]
+
+    computed = arithmetic.run
+    monkeypatch.setattr(arithmetic, "run", run)
+    assert arithmetic.compared(str(tmp_path), (0, case)) == ("same", case, [])
+    monkeypatch.setattr(arithmetic, "run", lambda *a: [x + (a[2] == "cuda") for x in run(*a)])
+    what, _, different = arithmetic.compared(str(tmp_path), (1, case))
+    assert what == "different"
+    assert len(different) == len(case.results)
+
+
+def test_distances_are_in_units_of_the_dtype() -> None:
+    x = torch.tensor([1.0, float("nan"), 0.0, 3.0])
+    assert arithmetic.distance(x, x.clone()) is None
+    assert arithmetic.distance(x, torch.tensor([1.0, -float("nan"), -0.0, 3.0])) == (0, 2, 0, 0)
+    assert arithmetic.distance(x, torch.tensor([1 + 2**-22, float("nan"), 0, 3])) == (
+        pytest.approx(2),
+        0,
+        1,
+        1 + 2**-22,
+    )
+    infinite = arithmetic.distance(x, torch.tensor([1, 2.0, 0, 3]))
+    assert infinite is not None
+    assert infinite[0] == float("inf")
+    with pytest.raises(TypeError, match=r"the simulator has torch.int32, the GPU torch.int64"):
+        arithmetic.distance(torch.tensor([1], dtype=torch.int32), torch.tensor([1]))
+
+
+def test_the_page_on_triton_has_the_counts_of_the_comparison() -> None:
+    made = json.loads((ROOT / "benchmarks/results/arithmetic_1.json").read_text())
+    page = (ROOT / "docs/triton-coverage.md").read_text()
+    for kind in ("expressions", "programs"):
+        counts = made["counts"]
+        assert f"| {kind} | {counts[f'{kind}, same']} | {counts[f'{kind}, different']} |" in page
+    near = sum(row["distance"] <= 8 for row in made["different"])
+    assert f"In {near} of the {len(made['different'])} rows" in page

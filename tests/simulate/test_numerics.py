@@ -723,10 +723,14 @@ def roots_and_steps(x, out, N: tl.constexpr):
 
 def test_fp32_below_the_smallest_normal_number() -> None:
     """As on an H200: zero to all of these functions but the correctly rounded root, and never a result of exp2."""
-    x, out = torch.tensor([1e-40, -1e-40]), torch.full((8, 2), 7.0)
-    run(roots_and_steps, (1,), x, out, 2)
-    assert out[[0, 1, 2, 4, 5, 6]].abs().max() == 0
-    assert out[[0, 1, 2, 4, 5]].signbit().tolist() == [[False, True]] * 5
-    assert out[3].tolist() == [float("inf"), -float("inf")]
-    assert out[7, 0] > 0
-    assert out[7, 1].isnan()
+    x = torch.tensor([1e-40, -1e-40, torch.finfo(torch.float32).tiny, -torch.finfo(torch.float32).tiny])
+    out = torch.full((8, 4), 7.0)
+    run(roots_and_steps, (1,), x, out, 4)
+    below, normal = out[:, :2], out[:, 2:]
+    assert below[[0, 1, 2, 4, 5, 6]].abs().max() == 0
+    assert below[[0, 1, 2, 4, 5]].signbit().tolist() == [[False, True]] * 5
+    assert below[3].tolist() == [float("inf"), -float("inf")]
+    assert below[7, 0] > 0
+    assert below[7, 1].isnan()
+    assert normal[:2].tolist() == [[0, -1], [1, 0]]
+    assert normal[[2, 3, 4, 5, 7], 0].min() > 0

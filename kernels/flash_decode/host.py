@@ -194,6 +194,7 @@ def _scale(shape: tuple[int, ...], generator: torch.Generator, call: Call) -> to
 SIZES = {"b": 2, "s": 2, "h": 6, "d": 8, "p": 5, "n": 6, "g": 2, "e": 8, "t": 3}
 """Of a small case. Each launch has other lengths."""
 LARGE = {"b": 16, "s": 1, "h": 64, "d": 128, "p": 64, "n": 16, "g": 8, "e": 128, "t": 512}
+LATENT_CACHE = {"b": 2, "s": 2, "h": 8, "d": 576, "p": 24, "n": 64, "g": 1, "e": 512, "t": 300}
 ONE_UNIT = {"b": 1, "s": 2, "h": 1, "d": 16, "p": 3, "n": 16, "g": 1, "e": 16, "t": 6}
 """A case of which programs take parts, for many schedules."""
 SETTINGS = {
@@ -272,6 +273,7 @@ OPERATOR = Operator(
             large=LARGE | {"n": 64, "t": 128},
         ),
         Case(sizes=ONE_UNIT, arguments={"mode": "waits"}, ranks=2),
+        Case(sizes=LATENT_CACHE, arguments={"mode": "gluon"}, explore=False, large=LATENT_CACHE | {"h": 128, "t": 700}),
         Case(
             sizes=SIZES, arguments={"mode": "nodes", "given": ("v_cache", "sinks")}, ranks=8, node_size=4,
             explore=False, large=LARGE,

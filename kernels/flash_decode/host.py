@@ -273,7 +273,7 @@ OPERATOR = Operator(
             large=LARGE | {"n": 64, "t": 128},
         ),
         Case(sizes=ONE_UNIT, arguments={"mode": "waits"}, ranks=2),
-        Case(sizes=LATENT_CACHE, arguments={"mode": "gluon"}, explore=False, large=LATENT_CACHE | {"h": 128, "t": 700}),
+        Case(sizes=LATENT_CACHE, arguments={"mode": "gluon", "v_dim": LATENT_CACHE["e"]}, explore=False),
         Case(
             sizes=SIZES, arguments={"mode": "nodes", "given": ("v_cache", "sinks")}, ranks=8, node_size=4,
             explore=False, large=LARGE,

@@ -4,18 +4,22 @@ import os
 import resource
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import socketpair
 
 import pytest
 
 from pkt.errors import RankFailed, Unsupported
 from pkt.runtime.workers import answers
 from pkt.runtime.workers import workers as module
+from pkt.runtime.workers.carry import dumps, loads
+from pkt.runtime.workers.pipe import Pipe, receive, send
 from pkt.runtime.workers.workers import Workers
 
 from . import losses_workers
@@ -289,6 +293,34 @@ def test_a_worker_that_stops_in_the_middle_of_its_answer(pool):
     run(pool, lambda world: None)
     with pytest.raises(RankFailed, match=r"sent no more of its answer for 0\.5 s and is stopped"):
         run(pool, main, timeout=0.2)
+
+
+def test_the_answer_of_a_long_job_may_come_in_two_pieces():
+    """As on a busy machine. The patience, here 0.5 s, counts from the first piece, not from the job's beginning."""
+    ours, theirs = socketpair()
+    answer = dumps({"result": dumps(7), "closed": True})
+
+    def work():
+        number, _ = receive(theirs)
+        send(theirs, number, b"")
+        time.sleep(0.8)
+        whole = struct.pack("!QQ", number, len(answer)) + answer
+        theirs.sendall(whole[:16])
+        time.sleep(0.25)
+        theirs.sendall(whole[16:])
+
+    thread = threading.Thread(target=work)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            gathered = answers.Answers([Pipe(ours)], [process], [b"a job"], timeout=0.2, new=False)
+            thread.start()
+            [found] = gathered.all()
+        finally:
+            process.kill()
+            thread.join()
+            ours.close()
+            theirs.close()
+    assert loads(found["result"]) == 7
 
 
 def test_a_worker_that_stops_when_the_others_are_done(monkeypatch):

@@ -60,13 +60,13 @@ class Pipe:
         there is nothing now."""
         if len(self._head) < _HEAD.size:
             self._head += self._some(_HEAD.size - len(self._head))
-            if len(self._head) < _HEAD.size:
-                return None
+        else:
+            self._data += self._some(_HEAD.unpack(self._head)[1] - len(self._data))
+        if len(self._head) < _HEAD.size:
+            return None
         number, length = _HEAD.unpack(self._head)
         if len(self._data) < length:
-            self._data += self._some(length - len(self._data))
-            if len(self._data) < length:
-                return None
+            return None
         data = bytes(self._data)
         self._head, self._data = bytearray(), bytearray()
         return number, data

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from benchmarks import arithmetic
 from benchmarks._expressions import Case, program
+from tests.language.compiled import compiled
+from tests.simulate.helpers import run
 
 ROOT = Path(__file__).parents[1]
+
+
+@triton.jit
+def scaled_sum(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i) * tl.load(x + N + i) + tl.load(x + 2 * N + i))
+
+
+def test_a_gpu_rounds_a_product_and_its_sum_once() -> None:
+    """The simulator rounds both, as a GPU does without fusion. docs/triton-coverage.md says so."""
+    x, y = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, -(1 + 2.0**-11)]), torch.empty(1)
+    for fused, instructions in ((True, ["fma.rn"]), (False, ["mul.rn", "add.rn"])):
+        kernel = compiled(scaled_sum, x, y, 1, enable_fp_fusion=fused)
+        assert re.findall(r"(\w+\.\w+)\.f32", kernel.asm["ptx"]) == instructions
+    run(scaled_sum, (1,), x, y, 1)
+    assert y.item() == 0  # 2 ** -24 where it is rounded once
 
 
 @pytest.mark.parametrize("case", [program(3), program(4), Case("quotient", ("int8", "bool"), ("r = a // (b + 1)",))])

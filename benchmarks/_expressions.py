@@ -10,6 +10,9 @@ import itertools
 import random
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
+
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SHORT = ("float8_e4m3fn", "float8_e5m2")
@@ -30,7 +33,7 @@ _OF_ONE = (
 )
 _OF_ONE_FLOAT = (
     "tl.exp(a)|tl.exp2(a)|tl.log(a)|tl.log2(a)|tl.sin(a)|tl.cos(a)|tl.sqrt(a)|tl.sqrt_rn(a)|tl.rsqrt(a)|tl.erf(a)|"
-    "tl.floor(a)|tl.ceil(a)|tl.sigmoid(a)|tl.clamp(a, -2.0, 1.0)|tl.softmax(a)|"
+    "tl.floor(a)|tl.ceil(a)|tl.sigmoid(a)|tl.clamp(a, -2.0, 1.0)|tl.softmax(a)"
 )
 _LIBDEVICE = (
     "rint round trunc floor ceil exp exp2 exp10 expm1 log1p log log2 log10 cbrt sinh cosh tanh asin acos atan asinh "
@@ -41,6 +44,56 @@ _LIBDEVICE = (
 )
 TYPES = ("int1", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)), "float16", "bfloat16", "float32",
           "float64", "float8e4nv", "float8e5")  # fmt: skip
+
+
+@triton.jit
+def plus(x, y):
+    return x + y
+
+
+@triton.jit
+def times(x, y):
+    return x * y
+
+
+@triton.jit
+def exclusive(x, y):
+    return x ^ y
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def either(x, y, WHICH: tl.constexpr):
+    if WHICH == 1:
+        return x, y
+    else:
+        return y, x + y
+
+
+@triton.jit
+def one(x):
+    return tl.broadcast_to(x, (1,))
+
+
+@triton.constexpr_function
+def place(dtype):
+    """Of a type in `TYPES`."""
+    return [getattr(tl, name) for name in TYPES].index(dtype)
+
+
+@triton.jit
+def put(out, kind, value):
+    """Store a block and the place of its type."""
+    i = tl.reshape(tl.arange(0, value.numel), value.shape)
+    if value.dtype == tl.int1:
+        tl.store(out + i, value.to(tl.int8))
+    else:
+        tl.store(out.to(tl.pointer_type(value.dtype), bitcast=True) + i, value)
+    tl.store(kind, place(value.dtype))
 
 
 class Case(NamedTuple):
@@ -63,7 +116,8 @@ def expressions() -> list[Case]:
     found += [(e, (dtype, dtype)) for dtype in FLOATS for e in _OF_TWO_FLOATS.split("|")]
     for dtype in every:
         alone = [*_OF_ONE.split("|"), *(f"libdevice.{name}(a)" for name in _LIBDEVICE.split())]
-        alone += [*_OF_ONE_FLOAT.strip("|").split("|")] * (dtype in FLOATS)
+        if dtype in FLOATS:
+            alone += _OF_ONE_FLOAT.split("|")
         for ty in TYPES:
             alone += [f"a.to(tl.{ty})", f"a.to(tl.{ty}, bitcast=True)", f"one(tl.sum(a, 0, dtype=tl.{ty}))"]
         found += [(e, (dtype,)) for e in alone]

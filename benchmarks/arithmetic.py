@@ -29,58 +29,20 @@ import triton
 
 import pkt
 from benchmarks import _harness
-from benchmarks._expressions import INTEGERS, TYPES, Case, N, expressions, program
+from benchmarks._expressions import INTEGERS, Case, N, expressions, program
 
 TORCH = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
          torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
          torch.float8_e5m2)  # fmt: skip
-"""The torch dtypes of `TYPES`."""
+"""The torch dtypes of `_expressions.TYPES`."""
 
-_FUNCTIONS = """import triton
+_IMPORTS = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-
-@triton.jit
-def plus(x, y):
-    return x + y
+from benchmarks._expressions import either, exclusive, larger, one, plus, put, times
 
 
-@triton.jit
-def times(x, y):
-    return x * y
-
-
-@triton.jit
-def exclusive(x, y):
-    return x ^ y
-
-
-@triton.jit
-def larger(x, y):
-    return tl.maximum(x, y)
-
-
-@triton.jit
-def either(x, y, WHICH: tl.constexpr):
-    if WHICH == 1:
-        return x, y
-    else:
-        return y, x + y
-
-
-@triton.jit
-def one(x):
-    return tl.broadcast_to(x, (1,))
-
-
-@triton.jit
-def put(out, kind, value):
-    i = tl.reshape(tl.arange(0, value.numel), value.shape)
-    if value.dtype == tl.int1:
-        tl.store(out + i, value.to(tl.int8))
-    else:
-        tl.store(out.to(tl.pointer_type(value.dtype), bitcast=True) + i, value)
 """
 
 
@@ -88,12 +50,10 @@ def text(case: Case) -> str:
     """A module whose `kernel` stores each result and the place of its type in `TYPES`."""
     inputs = [f"x{k}" for k in range(len(case.dtypes))]
     outputs = [f"o{k}" for k in range(len(case.results))]
-    kinds = [f"    if value.dtype == tl.{ty}:\n        tl.store(kind, {k})\n" for k, ty in enumerate(TYPES)]
     body = ["i = tl.arange(0, N)", *(f"{name} = tl.load({x} + i)" for name, x in zip("abc", inputs)), *case.lines]
     body += [f"put({out}, kind + {k}, {result})" for k, (out, result) in enumerate(zip(outputs, case.results))]
     arguments = ", ".join([*inputs, *outputs, "kind", "N: tl.constexpr"])
-    kernel = "".join(f"    {line}\n" for line in body)
-    return f"{_FUNCTIONS}{''.join(kinds)}\n\n@triton.jit\ndef kernel({arguments}):\n{kernel}"
+    return f"{_IMPORTS}@triton.jit\ndef kernel({arguments}):\n" + "".join(f"    {line}\n" for line in body)
 
 
 def values(dtype: str, seed: int) -> torch.Tensor:

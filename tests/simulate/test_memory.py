@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pkt
-from pkt.errors import RankFailed, Unsupported
+from pkt.errors import RankFailed
 from pkt.simulate.findings import OutOfBounds
 from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided, Unmapped
 from tests.simulate.helpers import assert_same, run
@@ -367,53 +367,6 @@ def test_descriptor_offsets_must_be_multiples_of_16_bytes() -> None:
     desc = TensorDescriptor.from_tensor(torch.zeros(8, 8), [1, 8])
     with pytest.raises(RankFailed, match="offset 1 of the last dimension is not 16-byte aligned"):
         run(descriptor_unaligned, (1,), desc, torch.empty(8))
-
-
-@triton.jit
-def descriptor_written(desc, at, ADD: tl.constexpr):
-    tile = tl.full((2, 8), 1, desc.dtype)
-    if ADD:
-        desc.atomic_add([at, 0], tile)
-    else:
-        desc.store([at, 0], tile)
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_no_tile_is_written_that_begins_outside_the_tensor(add: bool) -> None:
-    """An H200 ends such a store as an illegal instruction. One that ends outside it cuts off."""
-    x = torch.zeros(4, 8)
-    desc = TensorDescriptor.from_tensor(x, [2, 8])
-    run(descriptor_written, (1,), desc, 3, add)
-    assert x.sum(1).tolist() == [0, 0, 0, 8]
-    with pytest.raises(
-        RankFailed, match=r"descriptor offset \[-1, 0\] at .*: a GPU writes no tile that begins outside"
-    ):
-        run(descriptor_written, (1,), desc, -1, add)
-
-
-@triton.jit
-def descriptor_reduced(desc, x, OP: tl.constexpr):
-    i = tl.arange(0, 8)
-    tile = tl.load(x + tl.arange(0, 2)[:, None] * 8 + i[None, :])
-    if OP == "max":
-        desc.atomic_max([0, 0], tile)
-    else:
-        desc.atomic_and([0, 0], tile)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_descriptor_takes_the_larger_number_and_no_nan(dtype: torch.dtype) -> None:
-    out, x = torch.zeros(2, 8, dtype=dtype), torch.full((2, 8), float("nan"), dtype=dtype)
-    x[0] = torch.arange(8) - 4
-    run(descriptor_reduced, (1,), TensorDescriptor.from_tensor(out, [2, 8]), x, "max")
-    assert_same(out, x.nan_to_num(0).clamp(min=0))
-
-
-def test_a_descriptor_has_no_bitwise_atomics_of_64_bits() -> None:
-    """Triton compiles them, and an H200 ends one as an illegal instruction."""
-    out, x = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
-    with pytest.raises(Unsupported, match=r"^a descriptor's atomic_and of int64 at .*: use tl.atomic_and"):
-        run(descriptor_reduced, (1,), TensorDescriptor.from_tensor(out, [2, 8]), x, "and")
 
 
 if not NEWEST:  # newer releases have no block pointers

@@ -307,19 +307,6 @@ def test_float_to_integer_saturates(dtype: torch.dtype) -> None:
         assert out[4:7].tolist() == [info.max, info.min, info.min if dtype == torch.int64 else 0]
 
 
-@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_nan_as_an_integer(source: torch.dtype) -> None:
-    """As `cvt.rzi` on an H200: of fp64, and in 64 bits, the highest bit alone is set."""
-    x = torch.full((1,), float("nan"), dtype=source)
-    wide = source == torch.float64
-    for dtype in (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.int8):
-        out = torch.zeros(1, dtype=dtype)
-        run(to_integer, (1,), x, out, 1)
-        highest = 1 << (8 * dtype.itemsize - 1)
-        set_there = dtype.itemsize == 8 or (wide and dtype.itemsize > 1)
-        assert out.item() == (highest if not dtype.is_signed else -highest) * set_there
-
-
 @pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_short_integers_saturate_at_16_bits(source: torch.dtype) -> None:
     """`cvt.rzi` has no form of 8 bits: Triton takes the low bits of the 16-bit result."""
@@ -668,69 +655,3 @@ def through_e4b15(x, N: tl.constexpr):
 def test_float8e4b15_is_refused() -> None:
     with pytest.raises(Unsupported, match="float8e4b15 at test_numerics.py:.*use float8e4nv or float8e5"):
         run(through_e4b15, (1,), torch.ones(4, dtype=torch.float16), 4)
-
-
-@triton.jit
-def fp8_arithmetic(x, out, OP: tl.constexpr):
-    v = tl.load(x + tl.arange(0, 8))
-    if OP == "add":
-        tl.store(out + tl.arange(0, 8), (v + v).to(tl.float32))
-    if OP == "compare":
-        tl.store(out + tl.arange(0, 8), (v < v).to(tl.float32))
-    if OP == "sum":
-        tl.store(out, tl.sum(v, 0).to(tl.float32))
-    if OP == "with fp32":
-        tl.store(out + tl.arange(0, 8), v * 0.5 + tl.load(out + tl.arange(0, 8)))
-
-
-@pytest.mark.parametrize("op", ["add", "compare", "sum"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_arithmetic_of_fp8_is_refused(op: str, dtype: torch.dtype) -> None:
-    """Triton's front end takes it, and its back end has none."""
-    with pytest.raises(
-        Unsupported, match=r"^arithmetic of fp8e(4nv|5) at .*: Triton does not compile it for GPUs: cast"
-    ):
-        run(fp8_arithmetic, (1,), torch.ones(8).to(dtype), torch.zeros(8), op)
-
-
-@triton.jit
-def parity(x, out, scan, N: tl.constexpr):
-    v = tl.load(x + tl.arange(0, N))
-    tl.store(out, tl.sum(v, 0, dtype=tl.int1).to(tl.int32))
-    tl.store(scan + tl.arange(0, N), tl.cumsum(v, 0, dtype=tl.int1).to(tl.int32))
-
-
-def test_sums_of_one_bit_wrap() -> None:
-    x, out, scan = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]), torch.zeros(1, dtype=torch.int32), torch.zeros(8)
-    run(parity, (1,), x, out, scan, 8)
-    assert out.item() == 1
-    assert scan.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
-
-
-@triton.jit
-def roots_and_steps(x, out, N: tl.constexpr):
-    i = tl.arange(0, N)
-    v = tl.load(x + i)
-    tl.store(out + i, tl.floor(v))
-    tl.store(out + N + i, tl.ceil(v))
-    tl.store(out + 2 * N + i, tl.sqrt(v))
-    tl.store(out + 3 * N + i, tl.rsqrt(v))
-    tl.store(out + 4 * N + i, tl.sin(v))
-    tl.store(out + 5 * N + i, tl.erf(v))
-    tl.store(out + 6 * N + i, tl.exp2(v - 127))
-    tl.store(out + 7 * N + i, tl.sqrt_rn(v))
-
-
-def test_fp32_below_the_smallest_normal_number() -> None:
-    """As on an H200: zero to all of these functions but the correctly rounded root, and never a result of exp2."""
-    x = torch.tensor([1e-40, -1e-40, torch.finfo(torch.float32).tiny, -torch.finfo(torch.float32).tiny])
-    out = torch.full((8, 4), 7.0)
-    run(roots_and_steps, (1,), x, out, 4)
-    below, normal = out[:, :2], out[:, 2:]
-    assert below[[0, 1, 2, 4, 5, 6]].abs().max() == 0
-    assert below[[0, 1, 2, 4, 5]].signbit().tolist() == [[False, True]] * 5
-    assert below[3].tolist() == [float("inf"), -float("inf")]
-    assert below[7, 0] > 0
-    assert below[7, 1].isnan()
-    assert normal[:2].tolist() == [[0, -1], [1, 0]]
-    assert normal[[2, 3, 4, 5, 7], 0].min() > 0

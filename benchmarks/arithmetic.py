@@ -30,6 +30,7 @@ import triton
 import pkt
 from benchmarks import _harness
 from benchmarks._expressions import INTEGERS, Case, N, expressions, program
+from pkt.progress import steps
 
 TORCH = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
          torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
@@ -159,6 +160,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=_harness.RESULTS)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("found no GPU: the simulator's values are compared with a GPU's")
     cases = [*expressions(), *map(program, range(args.programs))]
     counts: collections.Counter[str] = collections.Counter()
     worst: dict[tuple[str, str], dict[str, Any]] = {}
@@ -167,7 +170,8 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), initializer=_quiet) as pool,
     ):
-        for what, case, different in pool.map(functools.partial(compared, folder), enumerate(cases), chunksize=16):
+        outcomes = pool.map(functools.partial(compared, folder), enumerate(cases), chunksize=16)
+        for what, case, different in steps(outcomes, "arithmetic", total=len(cases)):
             kind = "program" if case.name.startswith("program") else "expression"
             counts[f"{kind}s, {what.partition(':')[0]}"] += 1
             if ":" in what:

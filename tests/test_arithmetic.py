@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -36,25 +37,54 @@ def test_a_gpu_rounds_a_product_and_its_sum_once() -> None:
     assert y.item() == 0  # 2 ** -24 where it is rounded once
 
 
+class Stand:
+    """The simulator in the place of the GPU, right or off by one."""
+
+    def __init__(self, off: int) -> None:
+        self.off, self.computed = off, arithmetic.run
+        self.simulated: list[torch.Tensor] = []
+
+    def run(self, kernel: Any, case: Case, device: str) -> list[torch.Tensor]:
+        if device == "cpu":
+            self.simulated = self.computed(kernel, case, device)
+            return self.simulated
+        return [x ^ bool(self.off) if x.dtype == torch.bool else x + self.off for x in self.simulated]
+
+
 @pytest.mark.parametrize("case", [program(3), program(4), Case("quotient", ("int8", "bool"), ("r = a // (b + 1)",))])
 def test_the_comparison_with_a_gpu_finds_a_difference(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The simulator stands in for the GPU, right and then wrong."""
-    simulated: list[torch.Tensor] = []
-
-    def run(kernel: Any, case: Case, device: str) -> list[torch.Tensor]:
-        if device == "cpu":
-            simulated[:] = computed(kernel, case, device)
-        return [x.clone() for x in simulated]
-
-    computed = arithmetic.run
-    monkeypatch.setattr(arithmetic, "run", run)
+    monkeypatch.setattr(arithmetic, "run", Stand(0).run)
     assert arithmetic.compared(str(tmp_path), (0, case)) == ("same", case, [])
-    monkeypatch.setattr(arithmetic, "run", lambda *a: [x + (a[2] == "cuda") for x in run(*a)])
+    monkeypatch.undo()
+    monkeypatch.setattr(arithmetic, "run", Stand(1).run)
     what, _, different = arithmetic.compared(str(tmp_path), (1, case))
     assert what == "different"
     assert len(different) == len(case.results)
+
+
+def test_the_file_has_the_counts_and_the_largest_distance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Pool(contextlib.nullcontext[Any]):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(self)
+
+        def map(self, fn: Any, items: Any, chunksize: int) -> Any:
+            return map(fn, items)
+
+    monkeypatch.setattr(arithmetic, "run", Stand(1).run)
+    monkeypatch.setattr(arithmetic, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cases = [Case("a + b", ("int8", "int8"), ("r = a + b",)), Case("a.c", ("int8",), ("r = a.c",))]
+    monkeypatch.setattr(arithmetic, "expressions", lambda: cases)
+    monkeypatch.setattr("sys.argv", ["arithmetic", "--programs", "0", "--out", str(tmp_path)])
+    assert arithmetic.main() == 0
+    made = json.loads((tmp_path / "arithmetic_1.json").read_text())
+    assert made["counts"] == {"expressions, different": 1, "expressions, refused": 1}
+    [row] = made["different"]
+    assert (row["expression"], row["result"], row["of"]) == ("a + b", "int8", 1)
+    assert row["distance"] in (1, 255)  # 127 + 1 wraps
+    assert abs(row["GPU"] - row["simulator"]) == row["distance"]
 
 
 def test_distances_are_in_units_of_the_dtype() -> None:

@@ -149,7 +149,7 @@ class Builder(InterpreterBuilder):
                 raise _not_compiled(f"arithmetic of {ty.name}", "cast to fp32 first")
             out = op(decode(lhs.data, ty), decode(rhs.data, ty))
             return handle(out, tl.int1) if out.dtype == np.bool_ else handle(encode(out, ty), ty)
-        if ty.name == "int1" and op in (np.add, np.subtract, np.multiply):  # one bit wraps; numpy's bool saturates
+        if ty.name == "int1" and op in (np.add, np.subtract, np.multiply, np.left_shift):  # one bit wraps
             return handle((op(lhs.data.astype(np.int8), rhs.data.astype(np.int8)) & 1).astype(np.bool_), ty)
         out = super().binary_op(lhs, rhs, op)
         if out.data.dtype == np.bool_ and ty.name != "int1":
@@ -465,7 +465,7 @@ class Builder(InterpreterBuilder):
 
     def create_assume(self, condition) -> None:
         if not condition.data.all():
-            self.pkt.assumed_falsely()
+            self.pkt.assumed_falsely("tl.assume")
 
     def create_grid_dependency_launch_dependents(self) -> None:
         """See `create_grid_dependency_wait`."""

@@ -136,9 +136,9 @@ class SimulatedDevice(Flagged, Multimem, Far):
                 return 0
         return 0 if settle(m) else min(m.current.polls, MOST_POLLS)
 
-    def assumed_falsely(self) -> None:
+    def assumed_falsely(self, what: str) -> None:
         task = self.m.current
-        raise FalseAssumption.at(task.rank, task.name, task.program, str(site()))
+        raise FalseAssumption.at(task.rank, task.name, task.program, str(site()), what)
 
     def take_address(self, tensor: Any, address: int) -> None:
         """Note that host code has read the address of a tensor. A launch reads those of its arguments, too."""

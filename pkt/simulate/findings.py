@@ -170,12 +170,12 @@ class MulticastAccess(PktError):
 
 
 class FalseAssumption(PktError):
-    """A `tl.assume` whose condition is false."""
+    """A `tl.assume` whose condition is false, or a `tl.multiple_of` of another number."""
 
     @classmethod
-    def at(cls, rank: int, kernel: str, program: int | Sequence[int], site: str) -> FalseAssumption:
+    def at(cls, rank: int, kernel: str, program: int | Sequence[int], site: str, what: str) -> FalseAssumption:
         text = (
-            f"rank {rank}: {kernel} program {program_text(program)} at {site}: tl.assume is false, and the compiler "
+            f"rank {rank}: {kernel} program {program_text(program)} at {site}: {what} is false, and the compiler "
             "may rely on it: correct the condition, or remove the call"
         )
         return cls.of(text, rank=rank, program=program, site=site)

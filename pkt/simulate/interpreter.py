@@ -181,6 +181,19 @@ def _apply() -> None:
     _patches.apply()
 
 
+def _multiple_of(value: Any, values: Any, *_: Any) -> Any:
+    """`value`. The compiler takes the first element along an axis for a multiple of the number in `values`, and those
+    behind it for contiguous ones; an address is a multiple of so many bytes, of which 16 matter."""
+    data = value.handle.data
+    for axis, step in enumerate(values if isinstance(values, (list, tuple)) else (values,)):
+        number = getattr(step, "value", step)
+        wanted = min(number, 16) if value.dtype.scalar.is_ptr() else number
+        first = data.take(0, axis)
+        if (first % data.dtype.type(wanted)).any():
+            builder.pkt.assumed_falsely(f"tl.multiple_of({number})")
+    return value
+
+
 def _hint() -> Callable:
     """A function of its own for each name: who imports it gets the right one back, see pkt.simulate.patches."""
     return lambda value, *_: value
@@ -272,7 +285,7 @@ def _install() -> None:
             ("static_range", source.static_range),
             ("static_assert", source.HELPERS["__pkt_assert__"]),
             ("static_print", lambda *args, **named: print(*args, **named)),
-            ("multiple_of", _hint()),
+            ("multiple_of", _multiple_of),
             ("max_contiguous", _hint()),
             ("max_constancy", _hint()),
             ("reduce", reductions.reduce),

@@ -101,6 +101,54 @@ def test_a_false_assumption_names_its_line() -> None:
     pkt.launch(lambda world: assumes[(1,)](torch.zeros(2), 5), 1, "cpu", heap=HEAP)
 
 
+@triton.jit
+def hints(x, y, stride, M, OF: tl.constexpr, NUMBER: tl.constexpr):
+    rows = tl.arange(0, 8) % M
+    if OF == "number":
+        stride = tl.multiple_of(stride, NUMBER)
+    if OF == "block":
+        rows = tl.max_contiguous(tl.multiple_of(rows + stride, NUMBER), 8)
+    if OF == "address":
+        x = tl.multiple_of(x + stride, NUMBER)
+    if OF == "addresses":
+        i = tl.multiple_of(x + rows[:, None] * stride + tl.arange(0, 4)[None, :], (1, NUMBER))
+        tl.store(y + tl.arange(0, 8), tl.sum(tl.load(i), 1))
+    else:
+        tl.store(y + rows, tl.load(x) + stride)
+
+
+@pytest.mark.parametrize(
+    ("of", "stride", "number", "right"),
+    [
+        ("number", 24, 8, True),
+        ("number", 20, 8, False),
+        ("number", 48, 32, False),
+        ("number", -8, 8, True),
+        ("block", 8, 8, True),
+        ("block", 3, 8, False),
+        ("address", 4, 16, True),
+        ("address", 4, 128, True),  # of the bytes of an address 16 matter
+        ("address", 2, 16, False),
+        ("address", 2, 8, True),
+        ("addresses", 4, 16, True),
+        ("addresses", 5, 16, False),
+        ("addresses", 5, 4, True),
+    ],
+)
+def test_a_false_multiple_names_its_line(of: str, stride: int, number: int, right: bool) -> None:
+    def main(world: Any) -> None:
+        x, y = torch.zeros(64), torch.zeros(64)
+        hints[(1,)](x[8:], y[8:], stride, 8, of, number)
+
+    if right:
+        pkt.launch(main, 1, "cpu", heap=HEAP)
+        return
+    line = {"number": "stride = tl", "block": "rows = tl.max", "address": "x = tl.m", "addresses": "i = tl.m"}[of]
+    place = line_of(hints, line)
+    with pytest.raises(pkt.FalseAssumption, match=f"at {place}: tl.multiple_of\\({number}\\) is false"):
+        pkt.launch(main, 1, "cpu", heap=HEAP)
+
+
 def test_another_thread_of_a_rank_is_refused() -> None:
     calls: list[Callable[[Any, Any], Any]] = [
         lambda world, x: pkt.zeros(4),

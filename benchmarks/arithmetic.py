@@ -134,14 +134,21 @@ def compared(folder: str, numbered: tuple[int, Case]) -> tuple[str, Case, list[t
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    simulated, why = None, ""
     try:
         [simulated] = pkt.launch(lambda world: run(module.kernel, case, "cpu"), ranks=1, device="cpu")
-    except pkt.PktError:
+    except pkt.CompileError:  # by Triton's front end, which GPUs have, too
         return "refused", case, []
+    except pkt.PktError as error:
+        why = str(error).splitlines()[0]
     try:
         measured = run(module.kernel, case, "cuda")
     except RuntimeError as error:
+        if simulated is None:
+            return "refused", case, []
         return f"refused by Triton only: {str(error).splitlines()[0]}", case, []
+    if simulated is None:
+        return f"refused by the simulator only: {why}", case, []
     pairs = [(x, distance(x, y)) for x, y in zip(simulated, measured)]
     different = [(str(x.dtype).removeprefix("torch."), far) for x, far in pairs if far is not None]
     return "different" if different else "same", case, different
@@ -175,7 +182,7 @@ def main() -> int:
             kind = "program" if case.name.startswith("program") else "expression"
             counts[f"{kind}s, {what.partition(':')[0]}"] += 1
             if ":" in what:
-                refused.append({"expression": case.name, "dtypes": case.dtypes, "why": what.partition(": ")[2]})
+                refused.append({"expression": case.name, "dtypes": case.dtypes, "what": what})
             for dtype, (far, place, found, wanted) in different:
                 row = worst.setdefault((case.name, dtype), {"distance": -1.0, "of": 0})
                 row["of"] += 1
@@ -191,7 +198,7 @@ def main() -> int:
         "commit": _harness.commit(),
         "host": _harness.host(),
         "counts": dict(counts),
-        "refused by Triton only": refused,
+        "refused by one only": refused,
         "different": sorted(rows, key=lambda row: -row["distance"]),
     }
     args.out.mkdir(parents=True, exist_ok=True)

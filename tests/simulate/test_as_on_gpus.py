@@ -5,6 +5,8 @@ Each was found on an H200 beside the simulator (`arithmetic_1.json`, `tma_offset
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton
@@ -12,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pkt.errors import RankFailed, Unsupported
+from tests.language.compiled import ARCHS, compiled
 from tests.simulate.helpers import assert_same, run
 
 NEWEST = hasattr(tl, "atomic_poll")  # Triton 3.9
@@ -107,6 +110,15 @@ def test_fp32_below_the_smallest_normal_number() -> None:
     assert below[7, 1].isnan()
     assert normal[:2].tolist() == [[0, -1], [1, 0]]
     assert normal[[2, 3, 4, 5, 7], 0].min() > 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiled_code_takes_numbers_below_the_smallest_normal_one_for_zeros(arch: int) -> None:
+    """What the test above has from an H200 holds for other releases of Triton, too: .ftz stands in the PTX."""
+    kernel = compiled(roots_and_steps, "*fp32", "*fp32", 128, arch=arch)
+    found = set(re.findall(r"(?:cvt\.r[mp]i|r?sqrt|ex2|abs)\.\S*f32", kernel.asm["ptx"]))
+    zeros = {"cvt.rmi.ftz.f32.f32", "cvt.rpi.ftz.f32.f32", "abs.ftz.f32"}
+    assert found == zeros | {"sqrt.approx.ftz.f32", "rsqrt.approx.ftz.f32", "ex2.approx.ftz.f32", "sqrt.rn.f32"}
 
 
 @triton.jit

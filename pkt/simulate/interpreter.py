@@ -185,6 +185,7 @@ def _multiple_of(value: Any, values: Any, *_: Any) -> Any:
     """`value`. The compiler takes the first element along an axis for a multiple of the number in `values`, and those
     behind it for contiguous ones; an address is a multiple of so many bytes, of which 16 matter."""
     data = value.handle.data
+    data = data if data.itemsize == 8 else data.astype(np.int64)  # where every number fits
     for axis, step in enumerate(values if isinstance(values, (list, tuple)) else (values,)):
         number = getattr(step, "value", step)
         wanted = min(number, 16) if value.dtype.scalar.is_ptr() else number

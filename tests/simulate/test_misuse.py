@@ -149,6 +149,18 @@ def test_a_false_multiple_names_its_line(of: str, stride: int, number: int, righ
         pkt.launch(main, 1, "cpu", heap=HEAP)
 
 
+@triton.jit
+def hints_of_bytes(x):
+    i = tl.multiple_of(tl.load(x), 128)
+    tl.store(x, i)
+
+
+def test_a_multiple_may_be_larger_than_the_numbers_of_its_dtype() -> None:
+    pkt.launch(lambda world: hints_of_bytes[(1,)](torch.zeros(1, dtype=torch.int8)), 1, "cpu", heap=HEAP)
+    with pytest.raises(pkt.FalseAssumption, match=r"tl.multiple_of\(128\) is false"):
+        pkt.launch(lambda world: hints_of_bytes[(1,)](torch.ones(1, dtype=torch.int8)), 1, "cpu", heap=HEAP)
+
+
 def test_another_thread_of_a_rank_is_refused() -> None:
     calls: list[Callable[[Any, Any], Any]] = [
         lambda world, x: pkt.zeros(4),

@@ -92,7 +92,8 @@ def _written(desc: Any, offsets: list[TensorHandle]) -> Tile:
     """The tile that a TMA store or reduction writes. To a GPU a negative offset there is an illegal instruction."""
     start = [int(o.data.item()) for o in offsets]
     if min(start) < 0:
-        raise ValueError(f"descriptor offset {start} at {site()}: a GPU writes no tile that begins outside the tensor")
+        what = "a GPU writes no tile that begins outside the tensor"
+        raise ValueError(f"descriptor offset {start} at {site()}: {what}: begin it at 0 or later")
     return Tile(desc, offsets)
 
 

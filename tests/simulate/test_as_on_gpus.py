@@ -1,6 +1,6 @@
 """What the simulator computes as GPUs do, though numpy does not, and what it refuses because it fails there.
 
-Each was found on an H200 beside the simulator (`arithmetic_1.json`, `tma_offsets_1.json`).
+Each was found on an H200 beside the simulator (`arithmetic_before_1.json`, `tma_offsets_1.json`), or in compiled code.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ def test_nan_as_an_integer(source: torch.dtype) -> None:
         assert out.item() == (highest if not dtype.is_signed else -highest) * set_there
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiled_code_multiplies_e5m2_for_bf16(arch: int) -> None:
+    """So no exponent stands for infinity or NaN. tests/simulate/test_numerics.py has the numbers."""
+    kernel = compiled(convert, "*fp8e5", "*bf16", 128, arch=arch)
+    assert "mul.rn.bf16x2" in kernel.asm["ptx"]
+    assert "cvt.rn.f16x2.e5m2x2" not in kernel.asm["ptx"]
+
+
 @triton.jit
 def fp8_arithmetic(x, out, OP: tl.constexpr):
     v = tl.load(x + tl.arange(0, 8))
@@ -60,6 +68,8 @@ def test_arithmetic_of_fp8_is_refused(op: str, dtype: torch.dtype) -> None:
         Unsupported, match=r"^arithmetic of fp8e(4nv|5) at .*: Triton does not compile it for GPUs: cast"
     ):
         run(fp8_arithmetic, (1,), torch.ones(8).to(dtype), torch.zeros(8), op)
+    with pytest.raises(RuntimeError, match="PassManager::run failed"):
+        compiled(fp8_arithmetic, torch.ones(8).to(dtype), torch.zeros(8), op)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -182,8 +182,8 @@ def _apply() -> None:
 
 
 def _multiple_of(value: Any, values: Any, *_: Any) -> Any:
-    """`value`. The compiler takes the first element along an axis for a multiple of the number in `values`, and those
-    behind it for contiguous ones; an address is a multiple of so many bytes, of which 16 matter."""
+    """`value`. To the compiler the first element along each axis is a multiple of that axis's number in `values`. Of an
+    address the numbers are bytes, and 16 of them matter."""
     data = value.handle.data
     data = data if data.itemsize == 8 else data.astype(np.int64)  # where every number fits
     for axis, step in enumerate(values if isinstance(values, (list, tuple)) else (values,)):

@@ -193,8 +193,8 @@ def decode_finite(codes: np.ndarray) -> np.ndarray:
 
 
 def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Integers of float `values`, as `cvt.rzi`: rounded towards zero and clamped. NaN is 0, but of fp64, and in 64
-    bits, the number whose highest bit alone is set. Types of 8 bits take the low bits of the 16-bit result."""
+    """Integers of float `values`, as `cvt.rzi`: rounded towards zero and clamped. NaN gives 0; from fp64, or in 64
+    bits, it gives the number whose highest bit alone is set. Types of 8 bits take the low bits of the 16-bit result."""
     wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 2)}")
     info = np.iinfo(wide)
     out = values.astype(wide)

@@ -87,9 +87,13 @@ class Few(NamedTuple):
     CHUNK: tl.constexpr  # slots that a source takes in turn
     EXPERT_WORDS: tl.constexpr  # of counts by expert
     COUNTED: tl.constexpr  # of all counts
+    EACH: tl.constexpr  # programs an SM
+    SENDING: tl.constexpr  # SMs that put tokens, and do nothing else
     TOKENS: tl.constexpr  # counted at a time
     BLOCK: tl.constexpr  # words of a token moved at a time
+    SENT: tl.constexpr  # put at a time
     LANES: tl.constexpr  # threads
+    AT_ONCE: tl.constexpr  # token t is put into place t, before it is known how many tokens go there
     SCALED: tl.constexpr
 
 

@@ -1,15 +1,16 @@
 """low_latency: one launch, neither barrier nor fence, for some hundred tokens a rank.
 
-    1. Programs count this rank's tokens by expert and by rank, and put the counts to every rank.
-    2. They put each token to the other ranks of its experts at once, into a place that its source has there, whatever
-       the other ranks send: the rows are not known yet, so each pair of token and expert carries its number among its
-       source's pairs for that expert.
-    3. Every program takes the counts of its experts, and so knows where rows begin. Programs copy this rank's own
-       tokens into their rows, and write the results that follow from counts. Meanwhile the others' tokens arrive.
-    4. Programs take these, and store them into their rows.
+    1. The senders, programs of a few SMs, put each token to the other ranks of its experts at once, into a place that
+       its source has there, whatever the other ranks send.
+    2. The workers, all other programs, count this rank's tokens by expert and by rank, and put the counts to every
+       rank. Then they put what each rank must know of a token. The rows are not known yet, so each pair of token and
+       expert has its number among its source's pairs for that expert.
+    3. Every worker takes the counts of its experts, and so knows where rows begin. Workers copy this rank's own tokens
+       into their rows, and write the results that follow from counts. Meanwhile the others' tokens arrive.
+    4. Workers take these, and store them into their rows.
 
-With many tokens, half of the programs copy their own ones before they put any, so that memory and links are busy at the
-same time. With few tokens, the program that copies a token is not the one that puts it.
+While the links are busy, all that an SM stores to other ranks waits, and what it loads waits behind that. Hence few SMs
+send. Workers take counts, pairs, own tokens and arrived tokens in turn: with few tokens each has one of them to do.
 
 Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
 halves, used in turn, are enough. The results are those of `push`, bit by bit.
@@ -24,7 +25,7 @@ import pkt.language as pl
 from pkt.language import ptx, sync
 
 from ..shared import packing
-from . import choices, empty_rows, words
+from . import choices, empty_rows, sending, words
 
 
 @triton.jit
@@ -38,19 +39,48 @@ def low_latency_kernel(
     p,  # Few
     world,
 ):
-    pid = tl.program_id(0)
     launch = sync.peek_epoch(m.launches)
     half = words.half_of(m, launch)
     flag = words.flag_of(launch)
-    words.put_counts(idx_ptr, half, flag, p, world)
-    programs = tl.num_programs(0)
-    late = (p.PARTS <= 2) & (2 * pid >= programs)
-    if not late:
-        _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
+    sender, worker, workers = _roles(p)
+    told = _behind(worker, p.COUNTED, workers)
+    if worker >= 0:
+        words.put_counts(idx_ptr, half, flag, worker, workers, p, world)
+    if world.size > 1:
+        if sender >= 0:
+            sending.put_tokens(x_ptr, idx_ptr, s_ptr, half, flag, sender, p, world)
+        if worker >= 0:
+            sending.put_pairs(idx_ptr, w_ptr, half, flag, told, workers, p, world)
     ptx.cta_barrier()
     pl.epoch(m.launches, world)
-    tasks, own = p.T * p.PARTS, programs - 1 - pid
-    mine = _numbers(idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world)  # while the counts are on their way
+    if worker >= 0:
+        own = _behind(told, p.T, workers)
+        _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p, world)
+
+
+@triton.jit
+def _roles(p):
+    """This program's number among the senders, and among the workers, -1 where it is none; and how many workers there
+    are. Programs of one SM have the same role. If there is but one SM, they have both."""
+    sms = tl.num_programs(0) // p.EACH
+    sm = tl.program_id(0) % sms
+    turn = tl.program_id(0) // sms
+    working = tl.maximum(sms - p.SENDING, 1)
+    sender = sm - (sms - p.SENDING)
+    return (
+        tl.where(sender >= 0, sender + turn * p.SENDING, -1),
+        tl.where(sm < working, sm + turn * working, -1),
+        working * p.EACH,
+    )
+
+
+@triton.jit
+def _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p, world):
+    """Store tokens into their rows: this rank's, from task `own` on, and the others'; and what follows from counts."""
+    tasks = p.T * p.PARTS
+    mine = sending.numbers(
+        idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world
+    )  # while the counts are on their way
     counts = words.take_counts(half, flag, p, world)
     total = words.added(counts, world.size, world)
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
@@ -58,109 +88,36 @@ def low_latency_kernel(
     fits = needed <= p.R
     starts = tl.where(fits, tl.cumsum(padded) - padded, 0)
     rank = tl.cast(world.rank, tl.int32)
-    sent = tl.sum(words.take_sent(half, flag, rank + tl.arange(0, 1), p, world), 0)
-    sent = tl.where(fits, sent, 0)
-    OTHERS: tl.constexpr = max(world.size - 1, 1)
+    here = tl.where(fits, rank, world.size) + tl.arange(0, 1)  # where they do not fit, none has been sent
+    sent, places = words.take_sent(half, flag, here, p, world)
+    sent = tl.sum(sent, 0)
+    places = tl.sum(places, 0)
     base = starts + words.added(counts, rank, world)
-    while own < tasks:
-        _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, own // p.PARTS, own % p.PARTS, to, p, world)
-        own += programs
-        if own < tasks:
-            mine = _numbers(idx_ptr, own // p.PARTS, p, world)
-    if pid == 0:
+    for task in range(own, tasks, workers):
+        if task != own:
+            mine = sending.numbers(idx_ptr, task // p.PARTS, p, world)
+        _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, task // p.PARTS, task % p.PARTS, to, p, world)
+    if worker == 0:
         _tell(total, starts, needed, to, p, world)
-    fill(total, starts, sent, to, p, world)
-    if late:
-        _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world)
-    last = programs - 1 - pid  # programs that have fewer tokens than others
-    for start in range(last * p.TOKENS, p.T, programs * p.TOKENS):
+    fill(total, starts, sent, worker, workers, to, p, world)
+    first = _behind(own, tasks, workers)
+    last = workers - 1 - first  # programs that have fewer tokens than others
+    for start in range(last * p.TOKENS, p.T, workers * p.TOKENS):
         _find_places(idx_ptr, half, flag, start, to, p, world)
-    if world.size > 1:
-        for task in range(pid, tl.max(sent, 0) * OTHERS * p.PARTS, programs):
+    OTHERS: tl.constexpr = world.size - 1
+    if OTHERS > 0:
+        for task in range(first, tl.max(places, 0) * OTHERS * p.PARTS, workers):
             source = (rank + 1 + task // p.PARTS % OTHERS) % world.size
-            j = task // (p.PARTS * OTHERS)
-            if j < _of(sent, source):
+            place = task // (p.PARTS * OTHERS)
+            if place < sending.of(places, source):
                 base = starts + words.added(counts, source, world)
-                _place_token(half, flag, base, sent, source, j, task % p.PARTS, to, p, world)
+                _place_token(half, flag, base, sent, source, place, task % p.PARTS, to, p, world)
 
 
 @triton.jit
-def _of(numbers, rank):
-    """A rank's number of (W,)."""
-    ranks = tl.arange(0, numbers.shape[0])
-    return tl.sum(tl.where(ranks == rank, numbers, 0), 0)
-
-
-@triton.jit
-def _put_tokens(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, p, world):
-    """Put this program's parts of tokens to the other ranks of their experts."""
-    if world.size > 1:
-        for task in range(tl.program_id(0), p.T * p.PARTS, tl.num_programs(0)):
-            _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, task // p.PARTS, task % p.PARTS, p, world)
-
-
-@triton.jit
-def _put_token(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, t, part, p, world):
-    """Put a part of token t to the other ranks of its experts; part 0 has its pairs, too."""
-    rank = tl.cast(world.rank, tl.int32)
-    k = tl.arange(0, p.K2)
-    chosen, pairs, tokens, goes = _numbers(idx_ptr, t, p, world)
-    goes_to = ()
-    at = ()
-    for d in tl.static_range(1, world.size):
-        peer = (rank + d) % world.size
-        j = _of(tokens, peer)
-        goes_to = goes_to + ((_of(goes, peer) > 0) & (j < p.P),)
-        at = at + (words.of_token(half, rank, j, p, world),)
-    if part == 0:
-        lane = tl.arange(0, p.LANES)
-        here = lane[:, None] == k[None, :]
-        expert = tl.sum(tl.where(here, chosen[None, :], 0), 1)
-        number = tl.sum(tl.where(here, pairs[None, :], 0), 1)
-        bits = tl.load(w_ptr + tl.cast(t, tl.int64) * p.K + lane, mask=lane < p.K, other=0).to(tl.int32, bitcast=True)
-        owner = choices.owner(expert, p)
-        for d in tl.static_range(1, world.size):
-            peer = (rank + d) % world.size
-            first = tl.where(lane < p.K, tl.where(owner == peer, expert - peer * p.OWN, -1), t)
-            inside = (lane < p.K + 1) & goes_to[d - 1]
-            pl.put_flagged(at[d - 1] + 4 * lane, (first, number, bits), flag, peer, world, mask=inside)
-    x_ptr += tl.cast(t, tl.int64) * p.H
-    PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
-    for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
-        word = block * p.BLOCK + tl.arange(0, p.BLOCK)
-        x = packing.thirds(x_ptr, word, p.THIRD, word < p.THIRD, p.H, PER)
-        for d in tl.static_range(1, world.size):
-            inside = (word < p.THIRD) & goes_to[d - 1]
-            to = at[d - 1] + 4 * (p.K + 1 + word)
-            pl.put_flagged(to, x, flag, (rank + d) % world.size, world, mask=inside)
-    if p.SCALED:
-        for block in range(part, tl.cdiv(p.SCALES, p.BLOCK), p.PARTS):
-            word = block * p.BLOCK + tl.arange(0, p.BLOCK)
-            own = s_ptr + tl.cast(t, tl.int64) * p.G
-            bits = packing.thirds(own, word, p.SCALES, word < p.SCALES, p.G, 1)
-            for d in tl.static_range(1, world.size):
-                inside = (word < p.SCALES) & goes_to[d - 1]
-                to = at[d - 1] + 4 * (p.K + 1 + p.THIRD + word)
-                pl.put_flagged(to, bits, flag, (rank + d) % world.size, world, mask=inside)
-
-
-@triton.jit
-def _numbers(idx_ptr, t, p, world):
-    """Token t's experts, (K2,); how many earlier pairs have each of them, (K2,); how many earlier tokens go to each
-    rank, (W,), and whether this one does."""
-    k = tl.arange(0, p.K2)
-    own = t + tl.zeros((1, 1), tl.int32)
-    mine = choices.experts(idx_ptr, own, k[None, :], own < p.T, p)
-    chosen = tl.reshape(mine, (p.K2,))
-    pairs = tl.sum(((chosen[:, None] == chosen[None, :]) & (k[:, None] < k[None, :])).to(tl.int32), 0)
-    goes = tl.sum(choices.goes(mine, p, world), 0)
-    tokens = tl.zeros_like(goes)
-    for start in range(0, t, p.TOKENS):
-        u = start + tl.arange(0, p.TOKENS)[:, None]
-        other = choices.experts(idx_ptr, u, k[None, :], u < t, p)
-        tokens += tl.sum(choices.goes(other, p, world), 0)
-        pairs += tl.sum((tl.reshape(other, (p.TOKENS * p.K2, 1)) == chosen[None, :]).to(tl.int32), 0)
-    return chosen, pairs, tokens, goes
+def _behind(first, tasks, programs):
+    """The first task of the program whose first one would be `first`, if programs take `tasks` others before."""
+    return (first + programs - tasks % programs) % programs
 
 
 @triton.jit
@@ -171,22 +128,29 @@ def _chunk(chunks, g, source):
 
 
 @triton.jit
-def _place_token(half, flag, base, sent, source, j, part, to, p, world):
-    """Store a part of the j-th token from `source` into its rows, when it is there; part 0 has its pairs, too. base:
-    (OWN2,), the row of the first pair of `source` for each of my experts."""
-    at = words.of_token(half, source, j, p, world)
+def _place_token(half, flag, base, sent, source, place, part, to, p, world):
+    """Store a part of the token in a place of `source` into its rows, when it is there; part 0 has its pairs, too.
+    base: (OWN2,), the row of the first pair of `source` for each of my experts."""
+    at = words.of_token(half, source, place, p, world)
     k = tl.arange(0, triton.next_power_of_2(p.K + 1))
     expert, number, bits = pl.take_flagged(at + 4 * k, flag, world, mask=k < p.K + 1)
     rows = _rows(tl.where(k < p.K, expert, -1), number, base, p)
-    if part == 0:
-        t = tl.sum(tl.where(k == p.K, expert, 0), 0)
-        _tell_pairs(rows, bits.to(tl.float32, bitcast=True), sent, source, j, t, to, p)
-    places = _one_by_one(rows, p)
+    if tl.max(rows, 0) >= 0:  # else it goes to other ranks
+        if part == 0:
+            t = tl.sum(tl.where(k == p.K, expert, 0), 0)
+            j = tl.sum(tl.where(k == p.K, number, 0), 0)
+            _tell_pairs(rows, bits.to(tl.float32, bitcast=True), sent, source, j, t, to, p)
+        _place_rows(at + 4 * (p.K + 1), flag, _one_by_one(rows, p), part, to, p, world)
+
+
+@triton.jit
+def _place_rows(at, flag, places, part, to, p, world):
+    """Store a part of the token whose words are at `at` into each row of `places` that is one."""
     PER: tl.constexpr = 32 // to.rows.dtype.element_ty.primitive_bitwidth
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
         inside = word < p.THIRD
-        found = pl.take_flagged(at + 4 * (p.K + 1 + word), flag, world, mask=inside)
+        found = pl.take_flagged(at + 4 * word, flag, world, mask=inside)
         for i in tl.static_range(p.K):
             if places[i] >= 0:
                 out = to.rows + tl.cast(places[i], tl.int64) * p.H
@@ -196,7 +160,7 @@ def _place_token(half, flag, base, sent, source, j, part, to, p, world):
         for block in range(part, tl.cdiv(p.SCALES, p.BLOCK), p.PARTS):
             word = block * p.BLOCK + tl.arange(0, p.BLOCK)
             inside = word < p.SCALES
-            found = pl.take_flagged(at + 4 * (p.K + 1 + p.THIRD + word), flag, world, mask=inside)
+            found = pl.take_flagged(at + 4 * (p.THIRD + word), flag, world, mask=inside)
             for i in tl.static_range(p.K):
                 if places[i] >= 0:
                     out = to.scales + tl.cast(places[i], tl.int64) * p.G
@@ -209,8 +173,8 @@ def _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, t, part, to, p, world):
     """`_place_token` of this rank's own token t, from where it is. mine: its `_numbers`; base: of this rank."""
     rank = tl.cast(world.rank, tl.int32)
     chosen, pairs, tokens, goes = mine
-    j = _of(tokens, rank)
-    if (_of(goes, rank) > 0) & (j < _of(sent, rank)):  # none are sent where they do not fit
+    j = sending.of(tokens, rank)
+    if (sending.of(goes, rank) > 0) & (j < sending.of(sent, rank)):  # none are sent where they do not fit
         k = tl.arange(0, p.K2)
         rows = _rows(tl.where(choices.owner(chosen, p) == rank, chosen - rank * p.OWN, -1), pairs, base, p)
         if part == 0:
@@ -277,11 +241,9 @@ def _tell(total, starts, needed, to, p, world):
 
 
 @triton.jit
-def fill(total, starts, sent, to, p, world):
+def fill(total, starts, sent, pid, programs, to, p, world):
     """What no token fills: rows up to the alignment, if CLEAR those behind the last expert's, and the ends of weights,
     source and tokens."""
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
     MANY: tl.constexpr = 1024
     e = tl.arange(0, total.shape[0])
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
@@ -301,7 +263,7 @@ def fill(total, starts, sent, to, p, world):
     chunks = tl.cdiv(sent, p.CHUNK)
     k = tl.arange(0, p.K2)[None, :]
     for source in range(pid, world.size, programs):  # the rest of each rank's last chunk
-        count = _of(sent, source)
+        count = sending.of(sent, source)
         g = tl.maximum(count - 1, 0) // p.CHUNK
         i = tl.arange(0, p.CHUNK)[:, None]
         slot = _chunk(chunks, g, source) * p.CHUNK + i
@@ -322,7 +284,7 @@ def _find_places(idx_ptr, half, flag, start, to, p, world):
     ranks = tl.arange(0, triton.next_power_of_2(world.size))
     k = tl.arange(0, p.K2)[None, :]
     fits = words.take_needed(half, flag, p, world) <= p.R
-    chunks = tl.cdiv(words.take_sent(half, flag, ranks, p, world), p.CHUNK)  # (to, from)
+    chunks = tl.cdiv(words.take_sent(half, flag, ranks, p, world)[0], p.CHUNK)  # (to, from)
     tokens = tl.zeros((ranks.shape[0],), tl.int32)
     for first in range(0, start, p.TOKENS):
         u = first + tl.arange(0, p.TOKENS)[:, None]

@@ -182,7 +182,7 @@ def _fill(half, to, p, world):
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
     fits = tl.sum(padded, 0) <= p.R
     starts = tl.where(fits, tl.cumsum(padded) - padded, 0)
-    low_latency.fill(total, starts, tl.where(fits, sent, 0), to, p, world)
+    low_latency.fill(total, starts, tl.where(fits, sent, 0), tl.program_id(0), tl.num_programs(0), to, p, world)
 
 
 # ---------------------------------------------------------------------------------------------------------------- host

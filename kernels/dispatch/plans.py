@@ -26,6 +26,11 @@ from .sorting import Sorting
 PER_SM, PER_SM_OPTIONS = 2, {"num_warps": 8, "maxnreg": 128}
 """Programs an SM of the low-latency form, and how they are launched: while one waits for words, the other moves some
 (`dispatch_2.json`; with one: `dispatch_one_an_sm_2.json`)."""
+SENDING = 16
+"""SMs of the low-latency form that only put tokens: as few as fill the links, because what an SM loads waits behind its
+stores to other ranks (`dispatch_senders_apart_2.json`)."""
+SENT = 2
+"""Words of a thread that they put at a time, at most."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64
@@ -207,22 +212,25 @@ def plan_low_latency(call: Call) -> Launch:
     """A grid and words of low_latency."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own, most, G = world.size, call.sizes["e"], tokens_at_most(call), scales_of(call)
-    programs, threads = several(call, PER_SM, num_programs(world, world.num_sms)), 32 * PER_SM_OPTIONS["num_warps"]
+    each, threads = several(call, PER_SM, 1), 32 * PER_SM_OPTIONS["num_warps"]
+    sms = num_programs(world, world.num_sms)
     third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
     expert_words = triton.cdiv(size * own, 3)
-    counted = expert_words + triton.cdiv(size, 3)
-    block, parts = parts_of(third, T, programs, threads)
+    counted = expert_words + size
+    sending = max(1, min(SENDING, sms // 2)) if size > 1 else 0
+    block, parts = parts_of(third, T, each * max(sms - sending, 1), threads)
+    sent = min(SENT * block, triton.next_power_of_2(max(third, 1)))
     tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
     sized = Few(
         T, H, call["max_tokens"], call.sizes["s"], G, most, third, words_of(4 * G), parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
-            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, threads,
-            G > 0,
+            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, each, sending, tokens, block,
+            sent, threads, T <= most, G > 0,
         )),
     )  # fmt: skip
     memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third + words_of(4 * G)))))
-    start = cooperative_launch(world, low_latency_kernel, (programs,), **PER_SM_OPTIONS)
+    start = cooperative_launch(world, low_latency_kernel, (each * sms,), **PER_SM_OPTIONS)
 
     def launch(x: Any, idx: Any, weights: Any, out: Any, scales: Any, *others: Any) -> Any:
         x, scales, to = bits(x, scales, (out, *others))

@@ -43,25 +43,27 @@ def item(found, at):
 
 
 @triton.jit
-def put_counts(idx_ptr, half, flag, p, world):
-    """Tell every rank how many pairs I have for each expert, and how many tokens for each rank. A program counts for
-    the three numbers of a word."""
+def put_counts(idx_ptr, half, flag, first, step, p, world):
+    """Put to every rank how many pairs I have for each expert, three in a word; and for each rank a word: how many
+    tokens go there, and how many of my places there have words."""
     rank = tl.cast(world.rank, tl.int32)
     lane = tl.arange(0, p.LANES)
     k = tl.arange(0, p.K2)[None, :]
-    for word in range(tl.program_id(0), p.COUNTED, tl.num_programs(0)):
-        of_ranks = word >= p.EXPERT_WORDS
-        first = 3 * tl.where(of_ranks, word - p.EXPERT_WORDS, word)
+    for word in range(first, p.COUNTED, step):
         a = tl.zeros((p.TOKENS,), tl.int32)
         b = tl.zeros_like(a)
         c = tl.zeros_like(a)
         for start in range(0, p.T, p.TOKENS):
-            t = start + tl.arange(0, p.TOKENS)[:, None]
-            expert = choices.experts(idx_ptr, t, k, t < p.T, p)
-            chosen = tl.where(of_ranks, choices.owner(expert, p), expert)
-            a += _times(chosen, first, of_ranks)
-            b += _times(chosen, first + 1, of_ranks)
-            c += _times(chosen, first + 2, of_ranks)
+            t = start + tl.arange(0, p.TOKENS)
+            expert = choices.experts(idx_ptr, t[:, None], k, t[:, None] < p.T, p)
+            if word < p.EXPERT_WORDS:
+                a += _times(expert, 3 * word)
+                b += _times(expert, 3 * word + 1)
+                c += _times(expert, 3 * word + 2)
+            else:
+                goes = tl.minimum(_times(choices.owner(expert, p), word - p.EXPERT_WORDS), 1)
+                a += goes
+                b += tl.where(p.AT_ONCE, (t < p.T).to(tl.int32), goes)
         numbers = _everywhere(a, lane), _everywhere(b, lane), _everywhere(c, lane)
         at = half + (rank * p.COUNTED + word + lane) * 4
         for d in tl.static_range(1, world.size + 1):
@@ -69,10 +71,9 @@ def put_counts(idx_ptr, half, flag, p, world):
 
 
 @triton.jit
-def _times(chosen, wanted, once):
+def _times(chosen, wanted):
     """How often each token has chosen what is wanted."""
-    times = tl.sum((chosen == wanted).to(tl.int32), 1)
-    return tl.where(once, tl.minimum(times, 1), times)
+    return tl.sum((chosen == wanted).to(tl.int32), 1)
 
 
 @triton.jit
@@ -109,11 +110,13 @@ def added(counts, below, world):
 
 @triton.jit
 def take_sent(half, flag, target, p, world):
-    """How many tokens each rank sends to the ranks `target`: a block of that shape and (W,), when they are there."""
+    """How many tokens each rank sends to the ranks `target`, and how many of its places there have words: two blocks of
+    that shape and (W,), when they are there."""
     ranks = tl.arange(0, triton.next_power_of_2(world.size))
-    at = half + ((ranks * p.COUNTED + p.EXPERT_WORDS)[None, :] + (target // 3)[:, None]) * 4
+    at = half + ((ranks * p.COUNTED + p.EXPERT_WORDS)[None, :] + target[:, None]) * 4
     inside = (ranks < world.size)[None, :] & (target < world.size)[:, None]
-    return item(pl.take_flagged(at, flag, world, mask=inside), target[:, None])
+    found = pl.take_flagged(at, flag, world, mask=inside)
+    return found[0], found[1]
 
 
 @triton.jit

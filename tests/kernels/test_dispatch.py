@@ -151,7 +151,7 @@ def test_on_gpus_combine_has_several_programs_an_sm(monkeypatch: pytest.MonkeyPa
 
 
 def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 SMs, whose programs run on the 4 of the simulator."""
+    """2 SMs, whose programs run on the 4 of the simulator. Those of one send, and the other's share tokens."""
     grids: list[int] = []
 
     def told(third: int, tokens: int, programs: int, threads: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest
         assert torch.equal(found.rows[: found.offsets[-1]], exact.rows[: exact.offsets[-1]])
 
     on_ranks(2, run, sms=4)
-    assert grids == [4, 4]
+    assert grids == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,7 @@ def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest
         (2, 2, (2, 1), 2060),
         (2, 2, (3, 5), 2060),
         (1, 2, (5,), 6),
+        (2, 1, (90, 1), 8),
     ],
 )
 def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tuple[int, ...], H: int) -> None:
@@ -205,6 +206,21 @@ def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tup
             assert torch.equal(home, pkt.combine(y, found, mode="pull"))
 
     on_ranks(size, run, sms=4)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3, 7])
+def test_low_latency_dispatch_takes_any_number_of_sms(sms: int) -> None:
+    """On one SM the program that sends works, too; on more, half of them send."""
+    size, tokens, K, experts, room = 2, (7, 9), 3, 6, 64
+
+    def run(world: Any) -> None:
+        for most in (None, max(tokens)):
+            every = operands(size, "random", tokens, K, experts, 8)
+            mine = [one[world.rank] for one in every]
+            found = pkt.dispatch(*mine, experts, max_tokens=room, mode="low_latency", tokens_per_rank=most)
+            same(found, module.reference(world.rank, *every, experts, room, 1))
+
+    on_ranks(size, run, sms=sms)
 
 
 @pytest.mark.parametrize("mode", ["push", "low_latency"])

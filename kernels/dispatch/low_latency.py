@@ -78,9 +78,8 @@ def _roles(p):
 def _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p, world):
     """Store tokens into their rows: this rank's, from task `own` on, and the others'; and what follows from counts."""
     tasks = p.T * p.PARTS
-    mine = sending.numbers(
-        idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world
-    )  # while the counts are on their way
+    # While the counts are on their way.
+    mine = sending.numbers(idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world)
     counts = words.take_counts(half, flag, p, world)
     total = words.added(counts, world.size, world)
     padded = tl.cdiv(total, p.ALIGNMENT) * p.ALIGNMENT
@@ -146,31 +145,34 @@ def _place_token(half, flag, base, sent, source, place, part, to, p, world):
 @triton.jit
 def _place_rows(at, flag, places, part, to, p, world):
     """Store a part of the token whose words are at `at` into each row of `places` that is one."""
-    PER: tl.constexpr = 32 // to.rows.dtype.element_ty.primitive_bitwidth
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
-        word = block * p.BLOCK + tl.arange(0, p.BLOCK)
-        inside = word < p.THIRD
-        found = pl.take_flagged(at + 4 * word, flag, world, mask=inside)
-        for i in tl.static_range(p.K):
-            if places[i] >= 0:
-                out = to.rows + tl.cast(places[i], tl.int64) * p.H
-                for third in tl.static_range(3):
-                    packing.store(out, word + third * p.THIRD, found[third], inside, p.H, PER)
+        _place_block(at, block, p.THIRD, flag, to.rows, p.H, places, p, world)
     if p.SCALED:
         for block in range(part, tl.cdiv(p.SCALES, p.BLOCK), p.PARTS):
-            word = block * p.BLOCK + tl.arange(0, p.BLOCK)
-            inside = word < p.SCALES
-            found = pl.take_flagged(at + 4 * (p.THIRD + word), flag, world, mask=inside)
-            for i in tl.static_range(p.K):
-                if places[i] >= 0:
-                    out = to.scales + tl.cast(places[i], tl.int64) * p.G
-                    for third in tl.static_range(3):
-                        packing.store(out, word + third * p.SCALES, found[third], inside, p.G, 1)
+            _place_block(at + 4 * p.THIRD, block, p.SCALES, flag, to.scales, p.G, places, p, world)
+
+
+@triton.jit
+def _place_block(at, block, third, flag, rows_ptr, length, places, p, world):
+    """Take a block of words, of 3 * third int32, and store it into the rows of `length` elements."""
+    PER: tl.constexpr = 32 // rows_ptr.dtype.element_ty.primitive_bitwidth
+    word = block * p.BLOCK + tl.arange(0, p.BLOCK)
+    inside = word < third
+    found = pl.take_flagged(at + 4 * word, flag, world, mask=inside)
+    parts = ()
+    for n in tl.static_range(3):
+        parts = parts + (packing.unpacked(rows_ptr.dtype.element_ty, word + n * third, found[n], inside, length, PER),)
+    for i in tl.static_range(p.K):
+        if places[i] >= 0:
+            row = rows_ptr + tl.cast(places[i], tl.int64) * length
+            for n in tl.static_range(3):
+                offs, values, mask = parts[n]
+                tl.store(row + offs, values, mask=mask)
 
 
 @triton.jit
 def _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, t, part, to, p, world):
-    """`_place_token` of this rank's own token t, from where it is. mine: its `_numbers`; base: of this rank."""
+    """`_place_token` of this rank's own token t, from where it is. mine: its `sending.numbers`; base: of this rank."""
     rank = tl.cast(world.rank, tl.int32)
     chosen, pairs, tokens, goes = mine
     j = sending.of(tokens, rank)

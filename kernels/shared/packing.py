@@ -35,12 +35,18 @@ def thirds(x_ptr, word, third, inside, end, PER: tl.constexpr):
 @triton.jit
 def store(out_ptr, word, values, inside, end, PER: tl.constexpr):
     """The reverse of `load`."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    offs, elements, mask = unpacked(out_ptr.dtype.element_ty, word, values, inside, end, PER)
+    tl.store(out_ptr + offs, elements, mask=mask)
+
+
+@triton.jit
+def unpacked(dtype: tl.constexpr, word, values, inside, end, PER: tl.constexpr):
+    """Where `store` stores what: offsets, elements and mask."""
     if PER == 1:
-        tl.store(out_ptr + word, values.to(dtype, bitcast=True), mask=inside & (word < end))
+        return word, values.to(dtype, bitcast=True), inside & (word < end)
     else:
         offs = _elements(word, PER)
-        tl.store(out_ptr + offs, _parts(values, PER).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
+        return offs, _parts(values, PER).to(dtype, bitcast=True), inside[:, None] & (offs < end)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def test_nan_as_an_integer(source: torch.dtype) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiled_code_multiplies_e5m2_for_bf16(arch: int) -> None:
-    """So no exponent stands for infinity or NaN. tests/simulate/test_numerics.py has the numbers."""
+    """So no exponent stands for infinity or NaN. tests/simulate/test_conversions.py has the numbers."""
     kernel = compiled(convert, "*fp8e5", "*bf16", 128, arch=arch)
     assert "mul.rn.bf16x2" in kernel.asm["ptx"]
     assert "cvt.rn.f16x2.e5m2x2" not in kernel.asm["ptx"]

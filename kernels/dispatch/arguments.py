@@ -72,7 +72,7 @@ class Few(NamedTuple):
     R: Any
     S: Any
     G: Any
-    P: Any  # tokens of a rank at most
+    P: Any  # places that a rank has on another
     THIRD: Any  # words of a token
     SCALES: Any  # words of its scales
     PARTS: Any  # programs that share a token

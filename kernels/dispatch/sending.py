@@ -25,11 +25,11 @@ def put_tokens(x_ptr, idx_ptr, s_ptr, half, flag, sender, p, world):
 
 @triton.jit
 def _put_rows(ptr, length, third, behind, idx_ptr, half, flag, sender, p, world):
-    """Put blocks of rows of `length` elements, `third` words each, `behind` a place's first words. While a block is
-    put, the sender's next one is loaded."""
+    """Put this sender's blocks of rows, of `length` elements in `third` words each, where the first `behind` words of
+    their places end. While a block is put, the next one is loaded."""
     rank = tl.cast(world.rank, tl.int32)
     senders = p.SENDING * p.EACH
-    blocks = tl.cdiv(third, p.SENT)
+    blocks = tl.maximum(tl.cdiv(third, p.SENT), 1)
     x = _block(ptr, length, third, sender, blocks, p)
     for task in range(sender, p.T * blocks, senders):
         following = _block(ptr, length, third, task + senders, blocks, p)
@@ -74,7 +74,7 @@ def _goes(idx_ptr, t, p, world):
 
 @triton.jit
 def put_pairs(idx_ptr, w_ptr, half, flag, first, step, p, world):
-    """Tell every other rank of tokens, from `first` on, which of their pairs are there, if any, and their numbers."""
+    """Tell every other rank of tokens, from `first` on: which of their pairs go there, if any, and all numbers."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)
     lane = tl.arange(0, p.LANES)

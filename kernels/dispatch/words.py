@@ -1,8 +1,8 @@
 """Flagged words (pkt/language/flagged.py) of `low_latency`: where they lie on every rank, and those that carry counts.
 
-A half, by the launch's parity, has COUNTED words of each source rank, and then, for each number j and each source rank,
-the words of the j-th token that this rank sends here: one for each of its pairs, one with its number, the token, and
-its scales.
+A half, by the launch's parity, has COUNTED words of each source rank. Behind them each place of each source rank has
+the words of a token, which sending.py chooses: one for each of its pairs, one with its numbers, those of its elements,
+and those of its scales.
 
 No word's flag is ever the 0 that the memory is filled with: `flag_of`. Flags repeat after 2^32 launches, as in all
 flagged words: a word is taken too early if it was last used exactly so many launches ago.
@@ -30,9 +30,9 @@ def half_of(m, launch):
 
 
 @triton.jit
-def of_token(half, source, j, p, world):
-    """The first word of the j-th token from rank `source`."""
-    message = tl.cast(j, tl.int64) * world.size + source
+def of_token(half, source, place, p, world):
+    """The first word of a place of rank `source`."""
+    message = tl.cast(place, tl.int64) * world.size + source
     return half + (world.size * p.COUNTED + message * (p.K + 1 + p.THIRD + p.SCALES)) * 4
 
 

@@ -72,11 +72,10 @@ class Few(NamedTuple):
     R: Any
     S: Any
     G: Any
-    P: Any  # places that a rank has on another
+    P: Any  # places that a rank has on every other rank
     THIRD: Any  # words of a token
     SCALES: Any  # words of its scales
-    PARTS: Any  # programs that share a token
-    EXPERTS: tl.constexpr
+    PARTS: Any  # workers that share a token
     CHOICES: tl.constexpr
     OWN: tl.constexpr
     OWN2: tl.constexpr  # the next power of two
@@ -88,7 +87,7 @@ class Few(NamedTuple):
     EXPERT_WORDS: tl.constexpr  # of counts by expert
     COUNTED: tl.constexpr  # of all counts
     EACH: tl.constexpr  # programs an SM
-    SENDING: tl.constexpr  # SMs that put tokens, and do nothing else
+    SENDING: tl.constexpr  # SMs whose programs only put tokens; 0 on one rank; a rank's only SM works, too
     TOKENS: tl.constexpr  # counted at a time
     BLOCK: tl.constexpr  # words of a token moved at a time
     SENT: tl.constexpr  # put at a time

@@ -7,7 +7,7 @@ push: one launch, see push.py. Tokens go into inboxes, chunk by chunk, and from 
     experts and G scales costs H * itemsize + 4 * G + 8 * K + 8 bytes to each rank that it goes to.
 low_latency: one launch without barriers, see low_latency.py. Tokens go in flagged words, as soon as they are there. A
     word is 12 bytes of data and 4 of flag: 16 * (ceil(H * itemsize / 12) + ceil(G / 3)) bytes to each rank that the
-    token goes to, and 16 * (K + 1) bytes to every rank.
+    token goes to, and 16 * (K + 1) bytes to every other rank, or to those alone if a rank has more tokens than places.
 nodes: the only form in a world of several nodes: one launch, see nodes.py. A token crosses the network once to each
     node that has an expert of it, to the rank of its rail, and every rank of that node that needs it loads it there. It
     costs H * itemsize + 4 * G + 12 * K bytes for each node, and as many for each rank that loads it from another. To

@@ -1,7 +1,7 @@
 """low_latency: one launch, neither barrier nor fence, for some hundred tokens a rank.
 
-    1. The senders, programs of a few SMs, put each token to the other ranks of its experts at once, into a place that
-       its source has there, whatever the other ranks send.
+    1. The senders, programs of a few SMs, put each token to the other ranks of its experts at once. Its place there
+       does not depend on other tokens, unless a rank has more tokens than places: see sending.py.
     2. The workers, all other programs, count this rank's tokens by expert and by rank, and put the counts to every
        rank. Then they put what each rank must know of a token. The rows are not known yet, so each pair of token and
        expert has its number among its source's pairs for that expert.
@@ -10,7 +10,8 @@
     4. Workers take these, and store them into their rows.
 
 While the links are busy, all that an SM stores to other ranks waits, and what it loads waits behind that. Hence few SMs
-send. Workers take counts, pairs, own tokens and arrived tokens in turn: with few tokens each has one of them to do.
+send. Counts, pairs, own tokens and arrived tokens are numbered on, and workers share them in that order. So with few
+tokens a worker has about one task.
 
 Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
 halves, used in turn, are enough. The results are those of `push`, bit by bit.
@@ -61,7 +62,8 @@ def low_latency_kernel(
 @triton.jit
 def _roles(p):
     """This program's number among the senders, and among the workers, -1 where it is none; and how many workers there
-    are. Programs of one SM have the same role. If there is but one SM, they have both."""
+    are. Programs `sms` apart have the same role: they share an SM if the GPU deals programs out to its SMs in turn.
+    Results do not depend on it. One SM alone has both roles; on one rank nobody sends."""
     sms = tl.num_programs(0) // p.EACH
     sm = tl.program_id(0) % sms
     turn = tl.program_id(0) // sms
@@ -78,7 +80,7 @@ def _roles(p):
 def _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p, world):
     """Store tokens into their rows: this rank's, from task `own` on, and the others'; and what follows from counts."""
     tasks = p.T * p.PARTS
-    # While the counts are on their way.
+    # Number the first own token while the counts are on their way.
     mine = sending.numbers(idx_ptr, tl.where(own < tasks, own // p.PARTS, 0), p, world)
     counts = words.take_counts(half, flag, p, world)
     total = words.added(counts, world.size, world)
@@ -87,7 +89,7 @@ def _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p
     fits = needed <= p.R
     starts = tl.where(fits, tl.cumsum(padded) - padded, 0)
     rank = tl.cast(world.rank, tl.int32)
-    here = tl.where(fits, rank, world.size) + tl.arange(0, 1)  # where they do not fit, none has been sent
+    here = tl.where(fits, rank, world.size) + tl.arange(0, 1)  # where rows do not fit, all sent and places are 0
     sent, places = words.take_sent(half, flag, here, p, world)
     sent = tl.sum(sent, 0)
     places = tl.sum(places, 0)
@@ -100,7 +102,7 @@ def _place(x_ptr, idx_ptr, w_ptr, s_ptr, half, flag, worker, workers, own, to, p
         _tell(total, starts, needed, to, p, world)
     fill(total, starts, sent, worker, workers, to, p, world)
     first = _behind(own, tasks, workers)
-    last = workers - 1 - first  # programs that have fewer tokens than others
+    last = workers - 1 - first  # the workers with the fewest arrived tokens first
     for start in range(last * p.TOKENS, p.T, workers * p.TOKENS):
         _find_places(idx_ptr, half, flag, start, to, p, world)
     OTHERS: tl.constexpr = world.size - 1
@@ -134,7 +136,7 @@ def _place_token(half, flag, base, sent, source, place, part, to, p, world):
     k = tl.arange(0, triton.next_power_of_2(p.K + 1))
     expert, number, bits = pl.take_flagged(at + 4 * k, flag, world, mask=k < p.K + 1)
     rows = _rows(tl.where(k < p.K, expert, -1), number, base, p)
-    if tl.max(rows, 0) >= 0:  # else it goes to other ranks
+    if tl.max(rows, 0) >= 0:  # else it has no expert here
         if part == 0:
             t = tl.sum(tl.where(k == p.K, expert, 0), 0)
             j = tl.sum(tl.where(k == p.K, number, 0), 0)
@@ -176,7 +178,7 @@ def _place_own(x_ptr, mine, w_ptr, s_ptr, base, sent, t, part, to, p, world):
     rank = tl.cast(world.rank, tl.int32)
     chosen, pairs, tokens, goes = mine
     j = sending.of(tokens, rank)
-    if (sending.of(goes, rank) > 0) & (j < sending.of(sent, rank)):  # none are sent where they do not fit
+    if (sending.of(goes, rank) > 0) & (j < sending.of(sent, rank)):  # sent is 0 where rows do not fit
         k = tl.arange(0, p.K2)
         rows = _rows(tl.where(choices.owner(chosen, p) == rank, chosen - rank * p.OWN, -1), pairs, base, p)
         if part == 0:

@@ -30,7 +30,7 @@ SENDING = 16
 """SMs of the low-latency form that only put tokens: as few as fill the links, because what an SM loads waits behind its
 stores to other ranks (`dispatch_senders_apart_2.json`)."""
 SENT = 2
-"""Words of a thread that they put at a time, at most."""
+"""Words that a thread of a sender puts at a time, at most."""
 MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
 """Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
 COUNTERS = 64
@@ -224,9 +224,9 @@ def plan_low_latency(call: Call) -> Launch:
     sized = Few(
         T, H, call["max_tokens"], call.sizes["s"], G, most, third, words_of(4 * G), parts,
         *map(tl.constexpr, (
-            size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
-            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, each, sending, tokens, block,
-            sent, threads, T <= most, G > 0,
+            call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"], bool(call["clear"]),
+            chunk_of(call["max_tokens"]), expert_words, counted, each, sending, tokens, block, sent, threads,
+            T <= most, G > 0,
         )),
     )  # fmt: skip
     memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third + words_of(4 * G)))))

@@ -1,7 +1,8 @@
 """How `low_latency` puts its tokens: to the ranks that have experts of theirs, each into a place of its own there.
 
-A rank has P places on every rank. Its token t has place t, so that nothing must be known before it leaves. A rank with
-more tokens, which does not say `tokens_per_rank`, fills the places of a rank with the tokens that go there, in turn.
+A rank has P places on every other rank, the least of tokens_per_rank and max_tokens. Token t has place t, so it leaves
+before anything is counted. If a rank has more than P tokens, the j-th token that goes to a rank has place j there, and
+tokens are numbered first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def put_tokens(x_ptr, idx_ptr, s_ptr, half, flag, sender, p, world):
 
 @triton.jit
 def _put_rows(ptr, length, third, behind, idx_ptr, half, flag, sender, p, world):
-    """Put this sender's blocks of rows, of `length` elements in `third` words each, where the first `behind` words of
-    their places end. While a block is put, the next one is loaded."""
+    """Put this sender's blocks of rows. length: elements of a row; third: its words; behind: words of a place before
+    them. The next block is loaded while one is put."""
     rank = tl.cast(world.rank, tl.int32)
     senders = p.SENDING * p.EACH
     blocks = tl.maximum(tl.cdiv(third, p.SENT), 1)
@@ -74,7 +75,8 @@ def _goes(idx_ptr, t, p, world):
 
 @triton.jit
 def put_pairs(idx_ptr, w_ptr, half, flag, first, step, p, world):
-    """Tell every other rank of tokens, from `first` on: which of their pairs go there, if any, and all numbers."""
+    """Put the pairs of tokens `first`, `first + step`, ...: of each pair its expert there, or -1, its number and its
+    weight; then the token and its number. To every other rank if AT_ONCE, else to those that the token goes to."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)
     lane = tl.arange(0, p.LANES)

@@ -1,8 +1,8 @@
 """Flagged words (pkt/language/flagged.py) of `low_latency`: where they lie on every rank, and those that carry counts.
 
-A half, by the launch's parity, has COUNTED words of each source rank. Behind them each place of each source rank has
-the words of a token, which sending.py chooses: one for each of its pairs, one with its numbers, those of its elements,
-and those of its scales.
+A half, by the launch's parity, has COUNTED words of each source rank. Behind them come the places of all source ranks;
+sending.py says which token lies in which place. A place has a word for each pair, one with the token and its number,
+the words of the elements, and those of the scales.
 
 No word's flag is ever the 0 that the memory is filled with: `flag_of`. Flags repeat after 2^32 launches, as in all
 flagged words: a word is taken too early if it was last used exactly so many launches ago.

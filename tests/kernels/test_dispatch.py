@@ -189,7 +189,7 @@ def test_on_gpus_low_latency_dispatch_has_two_programs_an_sm(monkeypatch: pytest
 )
 def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tuple[int, ...], H: int) -> None:
     """One plan, other routings in its launches, at last one that does not fit; combine takes what either form has
-    returned. Rows that are no token's are not read. With one or two tokens on 4 programs, two share each."""
+    returned. Rows that are no token's are not read. Two of 4 programs send, and two share a single token."""
     experts, most = 6, max(tokens)
     rooms = {"skewed": 160, "none": 160, "one rank": 3}
 
@@ -210,7 +210,7 @@ def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tup
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 7])
 def test_low_latency_dispatch_takes_any_number_of_sms(sms: int) -> None:
-    """On one SM the program that sends works, too; on more, half of them send."""
+    """With one SM the same program sends and works; with more, at most half of them send."""
     size, tokens, K, experts, room = 2, (7, 9), 3, 6, 64
 
     def run(world: Any) -> None:

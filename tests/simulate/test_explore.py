@@ -1,4 +1,4 @@
-"""Replays, faults, mutants and lost signals, `pkt.simulate` and its command line."""
+"""Explorations: seeds replay, findings are counted once, reports, and what `pkt.simulate` refuses."""
 
 from __future__ import annotations
 

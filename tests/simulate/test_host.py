@@ -1,4 +1,4 @@
-"""The host side on simulated ranks: worlds, collectives, factories, allocation, random numbers."""
+"""The host side on simulated ranks: worlds, collectives, factories."""
 
 from __future__ import annotations
 

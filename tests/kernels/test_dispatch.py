@@ -224,16 +224,18 @@ def test_low_latency_dispatch_takes_any_number_of_sms(sms: int) -> None:
 
 
 @pytest.mark.machine
-def test_every_fault_is_caught_where_tokens_are_more_than_places() -> None:
-    """Rows are few, nothing is promised, and most tokens go nowhere. So a rank numbers tokens before it puts them."""
+@pytest.mark.parametrize("places", [3, 8])
+def test_every_fault_is_caught_where_an_sm_only_sends(places: int) -> None:
+    """One of two SMs sends. With 3 places a rank numbers tokens before it puts them, with 8 it need not. Most tokens go
+    nowhere."""
     idx = [torch.tensor([[-1], [1], [-1], [0], [-1]]), torch.tensor([[0], [-1], [1], [-1]])]
 
     def run(world: Any) -> None:
         x, _, weights = operands(2, "random", (5, 4), 1, 2, 4)
         for chosen in (idx, [tokens.flip(0) for tokens in idx]):
             mine = [one[world.rank] for one in (x, chosen, weights)]
-            found = pkt.dispatch(*mine, 2, max_tokens=3, mode="low_latency")
-            same(found, module.reference(world.rank, x, chosen, weights, 2, 3, 1))
+            found = pkt.dispatch(*mine, 2, max_tokens=places, mode="low_latency")
+            same(found, module.reference(world.rank, x, chosen, weights, 2, places, 1))
 
     report = pkt.simulate(run, 2, seeds=10, mutants=True, lost_signals=True, sms=2)
     report.check()

@@ -9,9 +9,8 @@
        into their rows, and write the results that follow from counts. Meanwhile the others' tokens arrive.
     4. Workers take these, and store them into their rows.
 
-While the links are busy, all that an SM stores to other ranks waits, and what it loads waits behind that. Hence few SMs
-send. Counts, pairs, own tokens and arrived tokens are numbered on, and workers share them in that order. So with few
-tokens a worker has about one task.
+Few SMs send, presumably because what an SM loads waits behind its stores to other ranks while the links are busy.
+Workers share counts, pairs, own tokens and arrived tokens in one sequence, so with few tokens each has about one task.
 
 Counts and tokens travel in flagged words. In every launch every rank takes the counts of every rank, so that two
 halves, used in turn, are enough. The results are those of `push`, bit by bit.

@@ -27,7 +27,7 @@ PER_SM, PER_SM_OPTIONS = 2, {"num_warps": 8, "maxnreg": 128}
 """Programs an SM of the low-latency form, and how they are launched: while one waits for words, the other moves some
 (`dispatch_2.json`; with one: `dispatch_one_an_sm_2.json`)."""
 SENDING = 16
-"""SMs of the low-latency form that only put tokens: as few as fill the links, because what an SM loads waits behind its
+"""SMs of the low-latency form that only put tokens: as few as fill the links; what an SM loads may wait behind its
 stores to other ranks (`dispatch_senders_apart_2.json`)."""
 SENT = 2
 """Words that a thread of a sender puts at a time, at most."""

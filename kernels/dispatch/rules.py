@@ -18,12 +18,12 @@ COPIED, STAGES = 16384, 4
 """Of push: bytes that a program copies at a time, and how many such copies are on their way at once. With 32 KiB and
 one copy, dispatch of 16,384 and 32,768 tokens takes 1 to 3 % longer on 2 and 4 H200 (`dispatch_matmul_tried.json`)."""
 BESIDE: dict[tuple[str, str], tuple[float, float]] = {
-    ("dispatch", "push"): (34e-6, 0.72e-9), ("dispatch", "low_latency"): (12e-6, 2.9e-9),
+    ("dispatch", "push"): (34e-6, 0.72e-9), ("dispatch", "low_latency"): (11e-6, 2.5e-9),
     ("combine", "pull"): (26e-6, 0.53e-9), ("combine", "low_latency"): (9.8e-6, 2.2e-9),
 }  # fmt: skip
 """What a form takes beside the links' time, in seconds: at all, and for each KiB of a rank's tokens. Counts, waits,
-copies and sums, fitted to 2 H200 (`dispatch_2.json`, low-latency dispatch `dispatch_halves_2.json`), for tokens of 7168
-elements within a fifth of what was measured there."""
+copies and sums, fitted to 2 H200 (`dispatch_2.json`), for tokens of 7168 elements within a fifth of what was measured
+there."""
 
 
 def leaving(tokens: int, choices: int, size: int) -> float:

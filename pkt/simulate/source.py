@@ -187,6 +187,11 @@ class _Rewriter(ast.NodeTransformer):
                 v if isinstance(v, ast.Constant) else _call("unwrapped", v, at=v)
                 for v in (node.left, *node.comparators)
             ]
+        else:  # to Triton a list is a tuple
+            node.left, *node.comparators = [
+                ast.copy_location(ast.Tuple(v.elts, ast.Load()), v) if isinstance(v, ast.List) else v
+                for v in (node.left, *node.comparators)
+            ]
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:

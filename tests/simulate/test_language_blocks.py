@@ -309,3 +309,18 @@ def test_a_signed_and_an_unsigned_integer_are_joined_bit_by_bit() -> None:
     x, out = torch.tensor([0, -1, 2, 3]), torch.empty(8, dtype=torch.int64)
     run(joined, (1,), x, x.view(torch.uint64), out)
     assert out.tolist() == [0, 0, -1, -1, 2, 2, 3, 3]
+
+
+@triton.jit
+def compare_shapes(out):
+    x = tl.zeros([4, 2], tl.int32)
+    tl.static_assert(x.shape == [4, 2])
+    tl.static_assert(tl.sum(x).shape == [])
+    tl.static_assert(x.shape != [2, 4])
+    tl.store(out, 1)
+
+
+def test_a_shape_is_compared_with_a_list() -> None:
+    out = torch.zeros(1)
+    run(compare_shapes, (1,), out)
+    assert out.item() == 1.0

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import inspect
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,28 +41,36 @@ from pkt.simulate.tasks import drop_runners
 _ADDRESSES = address.of_rank, address.near, address.peer
 
 
+def _definition(lines: list[str]) -> int:
+    """How many lines are before the `def`."""
+    return next(at for at, line in enumerate(lines) if line.lstrip().startswith("def "))
+
+
 class _Interpreted:
     """The Python functions of one simulation. A new simulation makes them anew, because globals may have changed: a
     notebook redefines helpers."""
 
     def __init__(self) -> None:
-        self.functions: dict[int, tuple[Any, Callable]] = {}
+        self.functions: dict[int, tuple[Any, Callable, str | None]] = {}
         self.replaced: dict[int, Any] = {}  # id of a function of `tl` -> the function that replaces it
         self.code: weakref.WeakKeyDictionary[FunctionType, Any] = weakref.WeakKeyDictionary()
 
     def __call__(self, jit: Any) -> Callable:
         # By id: a JITFunction's hash compiles, which is not possible while `tl` is patched.
         known = self.functions.get(id(jit))
-        return known[1] if known is not None else self._make(jit)
+        return known[1] if known is not None and known[2] is getattr(jit, "_src", None) else self._make(jit)
 
     def _make(self, jit: Any) -> Callable:
         fn = jit.fn
-        code = self.code.get(fn)
+        text = getattr(jit, "_src", None)
+        code = self.code.setdefault(fn, {}).get(text)
         if code is None:
             # The source as it was when the function was decorated: its file may have changed since.
             known = hasattr(jit, "raw_src")
             lines, first = (jit.raw_src, jit.starting_line_number) if known else inspect.getsourcelines(fn)
-            code = self.code[fn] = source.code(fn, lines, first)
+            if known and jit.src not in textwrap.dedent("".join(lines)):  # host code has given it another source
+                lines, first = jit.src.splitlines(keepends=True), jit.starting_line_number + _definition(lines)
+            code = self.code[fn][text] = source.code(fn, lines, first)
         scope = {**source.NAMES, **source.captured(fn)}
         for name, value in scope.items():  # names from `from triton.language import load`
             if id(value) in self.replaced:
@@ -70,7 +79,7 @@ class _Interpreted:
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
         called = shortcuts.peer(made, builder) if any(jit is known for known in _ADDRESSES) else made
-        self.functions[id(jit)] = jit, called  # jit is kept alive, so that no other object gets its id
+        self.functions[id(jit)] = jit, called, text  # jit is kept alive, so that no other object gets its id
         return called
 
 
@@ -352,7 +361,7 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
     known = interpret.functions.get(id(self))  # as `interpret(self)`, without a call more
-    function = known[1] if known is not None else interpret(self)
+    function = known[1] if known is not None and known[2] is getattr(self, "_src", None) else interpret(self)
     return function(*args, **named)
 
 

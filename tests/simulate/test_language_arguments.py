@@ -268,3 +268,21 @@ def test_a_tensor_may_be_reinterpreted_as_another_type() -> None:
     x, out = torch.tensor([0x38, 0x40, 0x44, 0x48], dtype=torch.uint8), torch.zeros(4)
     run(read_bytes, (1,), triton.reinterpret(x, tl.float8e4nv), out, 4)
     assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@triton.jit
+def store_constant(out):
+    tl.store(out, 3)
+
+
+def test_a_kernel_runs_the_source_that_it_was_given() -> None:
+    kernel, out = triton.JITFunction(store_constant.fn), torch.zeros(2)
+
+    def main(world: pkt.World) -> None:
+        kernel[(1,)](out)
+        kernel._unsafe_update_src(kernel.src.replace("3", "5"))
+        kernel[(1,)](out[1:])
+        store_constant[(1,)](out[:1])
+
+    pkt.launch(main, ranks=1, device="cpu")
+    assert out.tolist() == [3.0, 5.0]

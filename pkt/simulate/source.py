@@ -196,8 +196,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
-        reads = node.attr == "value" and isinstance(node.ctx, ast.Load)
-        return _call("value", node.value, at=node) if reads else node
+        reads = node.attr in ("value", "type") and isinstance(node.ctx, ast.Load)
+        return _call(node.attr, node.value, at=node) if reads else node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         self.generic_visit(node)
@@ -305,6 +305,11 @@ def to_tensor(value: Any) -> Any:
 
 def _unwrapped(value: Any) -> Any:
     return value.value if type(value) is core.constexpr else value
+
+
+def _type(value: Any) -> Any:
+    """The `.type` of a value: a plain number is a constant here."""
+    return core.constexpr_type(value) if isinstance(value, (bool, int, float)) else value.type
 
 
 def _chosen(condition: Any, value: Any) -> Any:
@@ -431,6 +436,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_chosen__": _chosen,
     "__pkt_unwrapped__": _unwrapped,
     "__pkt_value__": lambda constant: getattr(constant, "value", constant),
+    "__pkt_type__": _type,
     "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
     "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),
     "__pkt_not__": lambda value: semantic.not_(value) if isinstance(value, tl.tensor) else not value,

@@ -286,3 +286,16 @@ def test_a_kernel_runs_the_source_that_it_was_given() -> None:
 
     pkt.launch(main, ranks=1, device="cpu")
     assert out.tolist() == [3.0, 5.0]
+
+
+@triton.jit
+def types_of_constants(out, strides):
+    tl.static_assert(isinstance(strides[1].type, tl.constexpr_type))
+    tl.static_assert(strides[0].type == tl.int32)
+    tl.store(out, strides[0] + strides[1])
+
+
+def test_a_constant_of_a_tuple_has_a_type() -> None:
+    out = torch.zeros(1)
+    run(types_of_constants, (1,), out, (4, 1))
+    assert out.item() == 5.0

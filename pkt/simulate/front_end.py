@@ -16,6 +16,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,17 +69,40 @@ class Usage:
         return taken + repeated
 
 
+@dataclass(frozen=True)
+class Specialized:
+    """A kernel with what its compilation fixes: constants by name, among them each None and 1, and launch options."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
 class Launched:
     """What `kernel[grid](...)` returns, in the place of Triton's compiled kernel. With `compile` it has those of its
-    attributes that need no GPU. Any other one raises Unsupported."""
+    attributes that need no GPU. Any other one raises Unsupported. It can be launched, too."""
 
     name, usage = "", None  # of an instance that is being copied, too
 
-    def __init__(self, name: str, usage: Usage | None = None, compiled: Any = None) -> None:
-        self.name, self.usage = name, usage
+    def __init__(self, of: Specialized, usage: Usage | None = None, compiled: Any = None) -> None:
+        self.of, self.name, self.usage = of, of.kernel.fn.__name__, usage
         if usage is not None:
             self.n_regs, self.n_spills = usage.registers, usage.spilled // 4  # words, as Triton counts
             self.metadata, self.asm = compiled.metadata, compiled.asm
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """What launches the kernel as it was compiled, for all of its parameters in their order, constants too."""
+        sizes = grid[0], grid[1], grid[2]  # as Triton, which wants three
+
+        def launch(*arguments: Any) -> None:
+            names = self.of.kernel.arg_names
+            if len(arguments) != len(names):
+                found = f"found {len(arguments)} arguments, wanted one for each parameter, constants too: "
+                raise TypeError(f"compiled {self.name}[grid](...): {found}{', '.join(names)}")
+            given = dict(zip(names, arguments)) | self.of.constants
+            self.of.kernel.run(grid=sizes, warmup=False, **given, **self.of.options)
+
+        return launch
 
     def __getattr__(self, fact: str) -> Any:
         if fact.startswith("__"):  # Python asks for these
@@ -134,15 +158,17 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
     types = specialization if compile is not None else [_type(*s) for s in specialization]
     key = repr(types), repr(given), *functions
     if key not in known.compiled:
+        constants = {n: value for n, (kind, value) in zip(bound, specialization) if kind == "constexpr"}
+        of = Specialized(kernel, constants, given)
         from pkt.simulate import accepted  # here, because importing pkt should load little
 
         arch = known.target.arch
         name = accepted.key(kernel, bound, arch, types, given) if compile is None else None
         if name is not None and accepted.known(name):
-            known.compiled[key] = Launched(kernel.fn.__name__)
+            known.compiled[key] = Launched(of)
         else:
             with compiling(), targeting(arch):
-                known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+                known.compiled[key] = _compile(known, bound, specialization, of, whole=compile is not None)
             if name is not None:
                 accepted.keep(name)
     known.compiled[exact] = known.compiled[key]
@@ -176,8 +202,8 @@ def _type(kind: Any, value: Any) -> Any:
     return (kind, value) if kind == "constexpr" else kind
 
 
-def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Launched:
-    kernel, backend, arch = known.kernel, known.backend, known.target.arch
+def _compile(known: _Kernel, bound: dict, specialization: list, of: Specialized, whole: bool) -> Launched:
+    kernel, given, backend, arch = of.kernel, of.options, known.backend, known.target.arch
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
     try:
@@ -189,7 +215,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
                 compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             print(output.getvalue(), end="")  # of tl.static_print
             check_sync(compiled.asm, compiled.metadata.name)
-            return Launched(kernel.fn.__name__, _usage(kernel.fn.__name__, arch, compiled), compiled)
+            return Launched(of, _usage(kernel.fn.__name__, arch, compiled), compiled)
         # Its checks of additions are many operations, and none can be refused.
         if getattr(options, "sanitize_overflow", False):
             options = dataclasses.replace(options, sanitize_overflow=False)
@@ -206,7 +232,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
         remedy = next((remedy for text, remedy in _REMEDIES.items() if re.search(text, said)), "")
         raise CompileError.refused(kernel.fn.__name__, place, arch, said, remedy) from error
-    return Launched(kernel.fn.__name__)
+    return Launched(of)
 
 
 def _usage(name: str, arch: int, compiled: Any) -> Usage:

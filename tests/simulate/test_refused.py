@@ -228,6 +228,28 @@ def test_a_launch_returns_what_triton_says_of_the_kernel(capsys: pytest.CaptureF
     assert not hasattr(one, "__array__")
 
 
+@triton.jit
+def add_rows(x, out, stride, BY: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(out + row, tl.load(x + row * stride) + BY)
+
+
+def test_a_compiled_kernel_is_launched_again_as_it_was_compiled() -> None:
+    x, found = torch.arange(4), [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+
+    def main(world: Any) -> None:
+        compiled = add_rows.warmup(x, found[0], 1, 5, grid=(1,))
+        compiled[(4, 1, 1)](x, found[0], 1, 5)
+        add_rows[(1,)](x, found[1], 1, 5)[(4, 1, 1)](x, found[1], 3, 7)  # 1 and 5 are in the machine code
+        with pytest.raises(TypeError, match=r"add_rows.*found 3 arguments, wanted one for each.*: x, out, stride, BY"):
+            compiled[(4, 1, 1)](x, found[2], 1)
+        with pytest.raises(IndexError):
+            compiled[(4,)](x, found[2], 1, 5)
+
+    pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
+    assert [one.tolist() for one in found] == [[5, 6, 7, 8], [5, 6, 7, 8], [0] * 4]
+
+
 def test_a_warm_up_compiles_and_runs_nothing() -> None:
     x = torch.zeros(1, dtype=torch.int32)
 

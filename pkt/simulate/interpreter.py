@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.compiler import ASTSource
 from triton.language import core
 from triton.language.extra import libdevice
 from triton.runtime import interpreter as base
@@ -341,6 +342,7 @@ def _install() -> None:
     patch(base.InterpretedFunction, "__call__", _call)
     patch(base.InterpretedFunction, "run", _launch)
     patch(Autotuner, "run", _autotuned)
+    patch(ASTSource, "make_ir", _make_ir)
 
 
 def _data_ptr(self: torch.Tensor) -> int:
@@ -363,6 +365,12 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
     known = interpret.functions.get(id(self))  # as `interpret(self)`, without a call more
     function = known[1] if known is not None and known[2] is getattr(self, "_src", None) else interpret(self)
     return function(*args, **named)
+
+
+def _make_ir(self: ASTSource, *args: Any, **named: Any) -> Any:
+    """As Triton's, for host code that calls triton.compile."""
+    with compiling():
+        return self.make_ir(*args, **named)
 
 
 def _of_aggregate(self: JITFunction, owner: Any, _: type | None = None) -> Any:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.compiler.code_generator import CodeGenerator
 
 import pkt
@@ -248,6 +250,22 @@ def test_a_compiled_kernel_is_launched_again_as_it_was_compiled() -> None:
 
     pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
     assert [one.tolist() for one in found] == [[5, 6, 7, 8], [5, 6, 7, 8], [0] * 4]
+
+
+def test_host_code_may_call_triton_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    types = {"x": "*i64", "out": "*i64", "stride": "i32", "BY": "constexpr"}
+
+    def main(world: Any) -> str:
+        x = torch.arange(4)
+        source = ASTSource(add_rows, types, {"BY": 5})
+        text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+        add_rows[(4,)](x, x, 1, 5)
+        assert x.tolist() == [5, 6, 7, 8]
+        return text
+
+    (text,) = pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
+    assert "tt.func public @add_rows" in text
 
 
 def test_a_warm_up_compiles_and_runs_nothing() -> None:

@@ -110,5 +110,5 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
         elif isinstance(value, tuple):
             yield from _tensors(value, name)
-        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a descriptor, or triton.reinterpret's
-            yield name, value.base
+        else:  # a descriptor, triton.reinterpret's, or a descriptor of that
+            yield from _tensors([getattr(value, "base", None)], name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pkt
 from pkt.errors import CompileError, RankFailed, ShapeError
@@ -268,6 +269,19 @@ def test_a_tensor_may_be_reinterpreted_as_another_type() -> None:
     x, out = torch.tensor([0x38, 0x40, 0x44, 0x48], dtype=torch.uint8), torch.zeros(4)
     run(read_bytes, (1,), triton.reinterpret(x, tl.float8e4nv), out, 4)
     assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@triton.jit
+def copy_box(desc, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + at, desc.load([0, 0]))
+
+
+def test_a_descriptor_may_be_of_a_reinterpreted_tensor() -> None:
+    x, out = torch.randn(2, 8), torch.zeros(2, 8, dtype=torch.int32)
+    bits = triton.reinterpret(x, tl.int32)
+    run(copy_box, (1,), TensorDescriptor(bits, bits.shape, bits.stride(), [2, 8]), out, 2, 8)
+    assert torch.equal(out.view(torch.float32), x)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from typing import Any
 
 from triton import knobs
 from triton._C.libtriton import ir
+from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, DtypeError, PktError, ShapeError, Unsupported
@@ -231,8 +232,21 @@ def _compile(known: _Kernel, bound: dict, specialization: list, of: Specialized,
         line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
         place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
         remedy = next((remedy for text, remedy in _REMEDIES.items() if re.search(text, said)), "")
-        raise CompileError.refused(kernel.fn.__name__, place, arch, said, remedy) from error
+        raise _also(type(error)).refused(kernel.fn.__name__, place, arch, said, remedy) from error
     return Launched(of)
+
+
+def _also(kind: type[Exception]) -> type[CompileError]:
+    """CompileError that is Triton's exception, too, which host code may catch as on a GPU. A plain one once copied."""
+    if not issubclass(kind, CompilationError):
+        return CompileError
+    members = {
+        "__init__": PktError.__init__,
+        "__str__": PktError.__str__,
+        "__reduce__": lambda self: (CompileError, self.args, vars(self)),
+        "__module__": CompileError.__module__,
+    }
+    return type(CompileError.__name__, (CompileError, kind), members)
 
 
 def _usage(name: str, arch: int, compiled: Any) -> Usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.code_generator import CodeGenerator
+from triton.compiler.errors import CompileTimeAssertionFailure
 
 import pkt
 import pkt.language as pl
@@ -250,6 +252,31 @@ def test_a_compiled_kernel_is_launched_again_as_it_was_compiled() -> None:
 
     pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
     assert [one.tolist() for one in found] == [[5, 6, 7, 8], [5, 6, 7, 8], [0] * 4]
+
+
+@triton.jit
+def even_only(out, N: tl.constexpr):
+    tl.static_assert(N % 2 == 0, "N is odd")
+    tl.store(out, N)
+
+
+@pytest.mark.parametrize("kind", [CompileError, triton.CompilationError, CompileTimeAssertionFailure])
+def test_host_code_may_catch_what_triton_raises(kind: type[Exception]) -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+
+    def main(world: Any) -> None:
+        with pytest.raises(
+            kind, match=r"^even_only at test_refused.py:\d+: Triton does not compile it.*(?s:.)*N is odd"
+        ):
+            even_only[(1,)](out, 3)
+        even_only[(1,)](out, 4)
+
+    pkt.launch(main, ranks=1, device="cpu", heap=HEAP)
+    assert out.item() == 4
+    with pytest.raises(CompileError) as refused:
+        pkt.launch(lambda world: even_only[(1,)](out, 5), ranks=1, device="cpu", heap=HEAP)
+    copy = pickle.loads(pickle.dumps(refused.value))
+    assert (str(copy), copy.kernel, copy.arch) == (str(refused.value), "even_only", 90)
 
 
 def test_host_code_may_call_triton_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,9 @@ class Launched:
             self.n_regs, self.n_spills = usage.registers, usage.spilled // 4  # words, as Triton counts
             self.metadata, self.asm = compiled.metadata, compiled.asm
 
+    def _init_handles(self) -> None:
+        """As Triton's, which loads the machine code: host code calls it before it reads `n_regs`."""
+
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         """What launches the kernel as it was compiled, for all of its parameters in their order, constants too."""
         sizes = grid[0], grid[1], grid[2]  # as Triton, which wants three

@@ -193,12 +193,17 @@ def _apply() -> None:
 
 def _multiple_of(value: Any, values: Any, *_: Any) -> Any:
     """`value`. To the compiler the first element along each axis is a multiple of that axis's number in `values`. Of an
-    address the numbers are bytes, and 16 of them matter."""
-    data = value.handle.data
+    address the numbers are bytes, and 16 of them matter. Of several long axes only that one matters along which most
+    elements follow one another, for it is the one that is loaded in wide words."""
+    data, scalar = value.handle.data, value.dtype.scalar
     data = data if data.itemsize == 8 else data.astype(np.int64)  # where every number fits
+    unit = max(1, scalar.element_ty.primitive_bitwidth // 8) if scalar.is_ptr() else 1
+    following = [int((np.diff(data, axis=axis) == unit).sum()) for axis in range(data.ndim)]
     for axis, step in enumerate(values if isinstance(values, (list, tuple)) else (values,)):
+        if data.shape[axis] > 1 and following[axis] < max(following):
+            continue
         number = getattr(step, "value", step)
-        wanted = min(number, 16) if value.dtype.scalar.is_ptr() else number
+        wanted = min(number, 16) if scalar.is_ptr() else number
         first = data.take(0, axis)
         if (first % data.dtype.type(wanted)).any():
             builder.pkt.assumed_falsely(f"tl.multiple_of({number})")

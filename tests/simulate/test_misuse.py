@@ -111,7 +111,7 @@ def hints(x, y, stride, M, OF: tl.constexpr, NUMBER: tl.constexpr):
     if OF == "address":
         x = tl.multiple_of(x + stride, NUMBER)
     if OF == "addresses":
-        i = tl.multiple_of(x + rows[:, None] * stride + tl.arange(0, 4)[None, :], (1, NUMBER))
+        i = tl.multiple_of(x + rows[:, None] * stride + tl.arange(0, 4)[None, :], (NUMBER, NUMBER))
         tl.store(y + tl.arange(0, 8), tl.sum(tl.load(i), 1))
     else:
         tl.store(y + rows, tl.load(x) + stride)

@@ -220,6 +220,7 @@ def test_a_launch_returns_what_triton_says_of_the_kernel(capsys: pytest.CaptureF
 
     (one, none, warm), _ = pkt.launch(main, ranks=2, device="cpu", heap=HEAP, compile="sm_90")
     assert one is none is warm
+    warm._init_handles()
     assert (one.metadata.num_warps, one.metadata.shared, one.n_spills) == (2, one.usage.shared, 0)
     assert one.n_regs == one.usage.registers
     assert "st.release.sys" in one.asm["ptx"] or "red.release.sys" in one.asm["ptx"]

@@ -303,6 +303,29 @@ def test_a_kernel_runs_the_source_that_it_was_given() -> None:
 
 
 @triton.jit
+def three():
+    return 3
+
+
+@triton.jit
+def store_three(out):
+    tl.store(out, three())
+
+
+def test_a_helper_runs_the_source_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, out = triton.JITFunction(three.fn), torch.zeros(2)
+    monkeypatch.setitem(store_three.fn.__globals__, "three", helper)
+
+    def main(world: pkt.World) -> None:
+        store_three[(1,)](out)
+        helper._unsafe_update_src(helper.src.replace("3", "5"))
+        store_three[(1,)](out[1:])
+
+    pkt.launch(main, ranks=1, device="cpu")
+    assert out.tolist() == [3.0, 5.0]
+
+
+@triton.jit
 def types_of_constants(out, strides):
     tl.static_assert(isinstance(strides[1].type, tl.constexpr_type))
     tl.static_assert(strides[0].type == tl.int32)

@@ -442,7 +442,7 @@ def test_what_no_network_carries_compiles_for_the_ranks_of_a_node(how: str) -> N
 
     assert outcome(main, 4, args=(True,), node_size=2).failure is None
     error = outcome(main, 4, args=(False,), node_size=2).failure
-    assert type(error) is CompileError, error
+    assert isinstance(error, CompileError), error
     start = r"near_only at test_nodes.py:\d+: Triton does not compile it for sm_90, so the simulator does not run it:\s"
     assert re.match(start + re.escape(how) + ": found a world of several nodes", str(error))
     assert "in the team world.on_node" in str(error)

@@ -31,6 +31,7 @@ from pkt.language.inspect import check_sync, repeated_waits, targeting
 from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
 from pkt.simulate.interpreter import compiling
+from pkt.simulate.source import before_definition
 from pkt.wording import count_text
 
 ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
@@ -231,7 +232,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, of: Specialized,
         raise
     except Exception as error:
         lines, line = inspect.getsourcelines(kernel.fn)
-        line += next(at for at, text in enumerate(lines) if text.lstrip().startswith("def "))  # behind decorators
+        line += before_definition(lines)
         line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
         place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
         remedy = next((remedy for text, remedy in _REMEDIES.items() if re.search(text, said)), "")

@@ -42,11 +42,6 @@ from pkt.simulate.tasks import drop_runners
 _ADDRESSES = address.of_rank, address.near, address.peer
 
 
-def _definition(lines: list[str]) -> int:
-    """How many lines are before the `def`."""
-    return next(at for at, line in enumerate(lines) if line.lstrip().startswith("def "))
-
-
 class _Interpreted:
     """The Python functions of one simulation. A new simulation makes them anew, because globals may have changed: a
     notebook redefines helpers."""
@@ -63,14 +58,14 @@ class _Interpreted:
 
     def _make(self, jit: Any) -> Callable:
         fn = jit.fn
-        text = getattr(jit, "_src", None)
+        text: Any = getattr(jit, "_src", None)
         code = self.code.setdefault(fn, {}).get(text)
         if code is None:
             # The source as it was when the function was decorated: its file may have changed since.
             known = hasattr(jit, "raw_src")
             lines, first = (jit.raw_src, jit.starting_line_number) if known else inspect.getsourcelines(fn)
-            if known and jit.src not in textwrap.dedent("".join(lines)):  # host code has given it another source
-                lines, first = jit.src.splitlines(keepends=True), jit.starting_line_number + _definition(lines)
+            if known and not textwrap.dedent("".join(lines)).endswith(text):  # host code has given it another source
+                lines, first = text.splitlines(keepends=True), first + source.before_definition(lines)
             code = self.code[fn][text] = source.code(fn, lines, first)
         scope = {**source.NAMES, **source.captured(fn)}
         for name, value in scope.items():  # names from `from triton.language import load`

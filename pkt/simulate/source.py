@@ -67,6 +67,11 @@ class _Semantic(TritonSemantic):
         return super().dot_scaled(lhs, lhs_scale, next(formats), rhs, rhs_scale, next(formats), *rest)
 
 
+def before_definition(lines: list[str]) -> int:
+    """How many of a function's lines, its decorators, are before the `def`."""
+    return next(at for at, line in enumerate(lines) if line.lstrip().startswith("def "))
+
+
 builder = Builder()
 semantic: TritonSemantic = _Semantic(builder)
 

@@ -285,21 +285,24 @@ def test_a_descriptor_may_be_of_a_reinterpreted_tensor() -> None:
 
 
 @triton.jit
-def store_constant(out):
+def store_twice(out):
     tl.store(out, 3)
+    tl.store(out, 4)
 
 
 def test_a_kernel_runs_the_source_that_it_was_given() -> None:
-    kernel, out = triton.JITFunction(store_constant.fn), torch.zeros(2)
+    kernel, out = triton.JITFunction(store_twice.fn), torch.zeros(4)
 
     def main(world: pkt.World) -> None:
         kernel[(1,)](out)
-        kernel._unsafe_update_src(kernel.src.replace("3", "5"))
+        kernel._unsafe_update_src(kernel.src.replace("    tl.store(out, 4)\n", ""))
         kernel[(1,)](out[1:])
-        store_constant[(1,)](out[:1])
+        kernel._unsafe_update_src(kernel.src.replace("3", "5"))
+        kernel[(1,)](out[2:])
+        store_twice[(1,)](out[3:])
 
     pkt.launch(main, ranks=1, device="cpu")
-    assert out.tolist() == [3.0, 5.0]
+    assert out.tolist() == [4.0, 3.0, 5.0, 4.0]
 
 
 @triton.jit

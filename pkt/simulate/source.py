@@ -192,12 +192,11 @@ class _Rewriter(ast.NodeTransformer):
                 v if isinstance(v, ast.Constant) else _call("unwrapped", v, at=v)
                 for v in (node.left, *node.comparators)
             ]
-        else:  # to Triton a list is a tuple
-            node.left, *node.comparators = [
-                ast.copy_location(ast.Tuple(v.elts, ast.Load()), v) if isinstance(v, ast.List) else v
-                for v in (node.left, *node.comparators)
-            ]
         return node
+
+    def visit_List(self, node: ast.List) -> ast.Tuple:  # to Triton a list is a tuple
+        self.generic_visit(node)
+        return ast.copy_location(ast.Tuple(node.elts, node.ctx), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)

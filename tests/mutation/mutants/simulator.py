@@ -247,7 +247,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a descriptor's tensor is never reinterpreted", 'getattr(value, "base", None)', 'b if isinstance(b := getattr(value, "base", None), torch.Tensor) else None'),
     ),
     *of(SIMULATE + "source.py", "tests/simulate/test_language_blocks.py tests/simulate/test_language_arguments.py -k 'with_a_list or has_a_type'",
-        ("a list is no tuple", "if isinstance(v, ast.List) else v", "if False else v"),
+        ("a list is no tuple", "ast.Tuple(node.elts, node.ctx)", "ast.List(node.elts, node.ctx)"),
         ("a number has no type", 'node.attr in ("value", "type")', 'node.attr == "value"'),
     ),
     *of(SIMULATE + "reductions.py", "tests/simulate/test_as_on_gpus.py -k one_bit",

@@ -76,7 +76,8 @@ class Tile:
         size = self.dtype.itemsize
         start = [int(o.data.item()) for o in offsets]
         if (start[-1] * size) % 16:
-            raise ValueError(f"descriptor offset {start[-1]} of the last dimension is not 16-byte aligned ({element})")
+            where = f"descriptor offset {start} of {element} at {site()}"
+            raise ValueError(f"{where}: the last one is no multiple of 16 bytes, which TMA needs")
         extent = [int(s.data.item()) for s in desc.shape]
         stride = [int(s.data.item()) * size for s in desc.strides]
         self.box = tuple(desc.block_shape)
@@ -359,6 +360,17 @@ class Builder(InterpreterBuilder):
     def create_addptr(self, ptr, offset):
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
         return TensorHandle(ptr.data + offset.data.astype(np.uint64) * np.uint64(size), ptr.dtype)
+
+    def create_make_tensor_descriptor(self, base, shape, strides, *rest):
+        element = base.dtype.element_ty
+        size = np_dtype(element).itemsize
+        parts = {"its address": base.data.item()}
+        parts |= {f"stride {at}": stride.data.item() * size for at, stride in enumerate(strides[:-1])}
+        for name, nbytes in parts.items():
+            if nbytes % 16:
+                found = f"{name} is {nbytes % 16} bytes past a multiple of 16 bytes, which TMA needs"
+                raise ValueError(f"descriptor of {element} at {site()}: {found}: pad the tensor, or use tl.load")
+        return super().create_make_tensor_descriptor(base, shape, strides, *rest)
 
     def create_descriptor_load(self, desc, indices, *policy):
         tile = Tile(desc, indices)

@@ -365,8 +365,24 @@ def descriptor_unaligned(desc, out):
 
 def test_descriptor_offsets_must_be_multiples_of_16_bytes() -> None:
     desc = TensorDescriptor.from_tensor(torch.zeros(8, 8), [1, 8])
-    with pytest.raises(RankFailed, match="offset 1 of the last dimension is not 16-byte aligned"):
+    with pytest.raises(RankFailed, match=r"offset \[0, 1\] of fp32 at .*: the last one is no multiple of 16 bytes"):
         run(descriptor_unaligned, (1,), desc, torch.empty(8))
+
+
+@triton.jit
+def descriptor_of_rows(x, out, stride):
+    desc = tl.make_tensor_descriptor(x, [2, 4], [stride, 1], [2, 4])
+    tl.store(out, tl.sum(tl.sum(desc.load([0, 0]), 0), 0))
+
+
+def test_a_descriptors_address_and_strides_must_be_multiples_of_16_bytes() -> None:
+    x, out = torch.ones(64), torch.zeros(1)
+    for begin, stride, found in ((1, 4, "its address is 4"), (0, 9, "stride 0 is 4")):
+        said = f"descriptor of fp32 at .*: {found} bytes past a multiple of 16 bytes, .*: pad the tensor"
+        with pytest.raises(RankFailed, match=said):
+            run(descriptor_of_rows, (1,), x[begin:], out, stride)
+    run(descriptor_of_rows, (1,), x[4:], out, 8)
+    assert out.item() == 8
 
 
 if not NEWEST:  # newer releases have no block pointers

@@ -2,7 +2,7 @@
 #
 #   make demo        fused GEMM + all-reduce on four simulated ranks, searched for races
 #   make test        the tests that need no GPU
-#   make newest      the language's and the simulator's tests on the newest Triton release
+#   make newest      the tests of the language, the simulator and Gluon on the newest Triton release
 #   make test-gpu    the tests that need GPUs
 #   make mutants     mistakes made in copies of the tree, one at a time: tests must notice each (half an hour; ten in test)
 #   make lint types  ruff, mypy
@@ -61,7 +61,7 @@ test: $(STAMP)
 
 # Without the tests of the simulator's machine: schedules, races, deadlocks, faults, hosts. They know no Triton. What a
 # kernel's text means on this release the others tell: types, values, orders of memory, loops, and the PTX.
-NEWEST_TESTS ?= tests/language tests/simulate
+NEWEST_TESTS ?= tests/language tests/simulate tests/kernels/test_gluon_releases.py
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
 	PYTHONPATH=.newest $(PYTEST) -m "not gpu and not machine" $(NEWEST_TESTS) $(ARGS)

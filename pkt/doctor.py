@@ -144,7 +144,7 @@ def _software(report: Report) -> None:
         missing(Problem(f"triton {triton.__version__} is too old", f"pip install 'triton>={wanted}'"))
     elif lacks := gluon_lacks((9, 0)):
         found = f"the forms in Gluon, the fastest of the fused products on H100 and H200, do not run: {lacks}"
-        missing(Problem(found, "pip install 'triton==3.6.*'; all other forms run", fatal=False))
+        missing(Problem(found, "pip install 'triton>=3.6,<3.10'; all other forms run", fatal=False))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     report.software.append(("C compiler", compiler or "none"))
     if not compiler:
@@ -359,7 +359,7 @@ def verdict(report: Report) -> str:
             "    pkt explain ag_gemm --m 8192 --n 2048 --k 8192    predicted times on H200\n"
             "A machine with GPUs needs NVIDIA GPUs that access each other (NVLink), their\n"
             "driver, a torch built for CUDA and a C compiler. The forms in Gluon need an\n"
-            "H100 or H200 and Triton 3.6."
+            "H100 or H200 and Triton 3.6 to 3.9."
         )
     tried = f" (tried, in {report.seconds:.1f} s)" if report.seconds is not None else ""
     if report.ranks == 1:

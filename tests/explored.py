@@ -57,7 +57,7 @@ def count_explorations() -> None:
     _before(Machine, "run", run)
     _before(explore, "_caught", caught)
     _before(explore, "execute", execute)
-    # Tests import this module under different names, and only with Triton 3.6.
+    # Tests import this module under different names.
     for module in [m for name, m in sys.modules.items() if name.endswith("kernels.gluon_machine")]:
         _before(module.Machine, "run", orders)
 

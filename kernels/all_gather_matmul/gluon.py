@@ -30,7 +30,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pkt.language as pl
@@ -42,6 +42,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
+from ..shared import gluon_tma as tma
 from ..shared.copies import gathering
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import (
@@ -54,6 +55,7 @@ from ..shared.gluon_host import (
     weights_descriptor,
 )
 from ..shared.gluon_scales import exchange_scales
+from ..shared.gluon_tma import viewed
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -107,7 +109,7 @@ class Push:
 def open_push(a, num_comm, inboxes, ring):
     """A Push of the first num_comm programs, through the slots of a ring."""
     BUFFERS: gl.constexpr = ring.STAGES * ring.BLOCK_N // ring.BLOCK_M
-    buffers = ring.b._reinterpret(a.dtype, [BUFFERS, ring.BLOCK_M, ring.BLOCK_K], a.layout)
+    buffers = viewed(ring.b, [BUFFERS, ring.BLOCK_M, ring.BLOCK_K], a.layout)
     loader = Lane(ring.a, open_barriers(ring.STAGES))
     storer = Lane(buffers, open_barriers(BUFFERS))
     return Push(num_comm, inboxes, loader, storer, open_barriers(1))
@@ -141,7 +143,7 @@ def _load_unit(u, i, chunk, a, tasks, lane):
             i, chunk = tasks.of(u)
         at = [i * BLOCK_M, (chunk * tasks.UNITS + u % tasks.UNITS) * BLOCK_K]
         mbarrier.expect(lane.loaded.index(u % BUFFERS), BLOCK_M * BLOCK_K * itemsize(lane.buffers.dtype))
-        tma.async_copy_global_to_shared(a, at, lane.loaded.index(u % BUFFERS), lane.buffers.index(u % BUFFERS))
+        tma.async_load(a, at, lane.loaded.index(u % BUFFERS), lane.buffers.index(u % BUFFERS))
     return i, chunk
 
 
@@ -262,8 +264,8 @@ def _store_rounds(step, n, work, c):
         for h in gl.static_range(CONSUMERS):
             part = first_columns(work.outbox.take(h, step, n, ring), COLUMNS)
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = part._reinterpret(part.dtype, [1, ROWS, COLUMNS], c.layout)
-            tma.async_copy_shared_to_global(c, [source, i * ring.BLOCK_M + h * ROWS, j * COLUMNS], part)
+            part = viewed(part, [1, ROWS, COLUMNS], c.layout)
+            tma.async_store(c, [source, i * ring.BLOCK_M + h * ROWS, j * COLUMNS], part)
         work.outbox.sent(step, ring, 1)
         step += 1
         n += 1

@@ -152,7 +152,7 @@ def all_gather_matmul(
         "push": some programs store the shard into every peer's inbox, the others compute.
         "copy": the copy engines push. Shard "rows", rows of whole runs of 16 bytes.
         "gluon": "push" or "copy" in specialised warps. bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to
-            8 ranks, sm_90, Triton 3.6.
+            8 ranks, sm_90, Triton 3.6 to 3.9.
         "low_latency": for few rows: one launch, which asks for weights while A travels. Up to 8 ranks.
         "unfused": pkt's all-gather, then cuBLAS. "nccl": NCCL's, through torch.distributed, then cuBLAS. Both take no
             settings.

@@ -179,7 +179,7 @@ def all_to_all_matmul(
     mode: a form that the top of kernels/all_to_all_matmul/forms.py describes. Where None, for 512 positions of a rank
         and more, of all sequences, "gluon" if it can run the call and its tiles leave few SMs idle; else "push" for
         2,048 positions of a sequence and rank, else "unfused". "gluon" takes bf16 and fp16, H / size * D a multiple of
-        64, rows of the result of whole 16 bytes, 2 to 8 ranks, sm_90 and Triton 3.6. The rest is the same on every
+        64, rows of the result of whole 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6 to 3.9. The rest is the same on every
         rank.
     num_comm_sms, chunk: for "push": programs that push, from 1 to all but one of the grid, by default 16; columns of x
         that one signal stands for, rounded up to BLOCK_K, by default 256.

@@ -15,7 +15,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -26,8 +25,10 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import Call, Launch
 from ..shared import copies
+from ..shared import gluon_tma as tma
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import CONSUMER_WARPS, descriptor, half_block, kernel_constants, weights_descriptor
+from ..shared.gluon_tma import viewed
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -123,8 +124,8 @@ def _store(out, order, ring, outbox):
         for h in gl.static_range(CONSUMERS):
             part = outbox.take(h, step, n, ring)
             # Three dimensions: rows past a sequence's end are cut, not written over the next one's.
-            part = part._reinterpret(part.dtype, [1, HALF, ring.BLOCK_N], out.layout)
-            tma.async_copy_shared_to_global(out, [b, i * ring.BLOCK_M + h * HALF, j * ring.BLOCK_N], part)
+            part = viewed(part, [1, HALF, ring.BLOCK_N], out.layout)
+            tma.async_store(out, [b, i * ring.BLOCK_M + h * HALF, j * ring.BLOCK_N], part)
         outbox.sent(step, ring, 1)
         step += 1
         n += 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from pkt.language import ptx
 
+from ..shared import gluon_tma as tma
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_slots import Slots, open_slots
+from ..shared.gluon_tma import viewed
 from ..shared.gluon_warps import SWIZZLED, half_layout, itemsize, open_barriers, whole_rows
 from .gluon_units import KEYS, ROWS, first_unit
 
@@ -62,10 +64,10 @@ def fetch(room, x, at, row, column, landed, place):
     BLOCK: gl.constexpr = x.block_shape[1]
     BLOCKS: gl.constexpr = room.shape[0] // BLOCK
     PIECES: gl.constexpr = room.shape[1] // SWIZZLED
-    parts = room._reinterpret(room.dtype, [PIECES * BLOCKS, 1, BLOCK, SWIZZLED], x.layout)
+    parts = viewed(room, [PIECES * BLOCKS, 1, BLOCK, SWIZZLED], x.layout)
     for i in gl.static_range(PIECES):
         to = parts.index(i * BLOCKS + place)
-        tma.async_copy_global_to_shared(x, [at, row, column + i * SWIZZLED], landed, to)
+        tma.async_load(x, [at, row, column + i * SWIZZLED], landed, to)
 
 
 @gluon.jit
@@ -174,7 +176,7 @@ def places_of(unit, tile, end, p):
 def put(slots, n, pieces):
     """Put columns of a tile, the program's n-th, into its slot, in the dtype of the queries."""
     room = slots.acquire(n)
-    parts = room._reinterpret(room.dtype, [len(pieces), KEYS, SWIZZLED], half_layout(KEYS, SWIZZLED, room.dtype))
+    parts = viewed(room, [len(pieces), KEYS, SWIZZLED], half_layout(KEYS, SWIZZLED, room.dtype))
     for i in gl.static_range(len(pieces)):
         numbers = pieces[i].to(gl.float16)
         if room.dtype == gl.bfloat16:

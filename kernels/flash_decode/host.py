@@ -6,7 +6,7 @@ same bits. rows = B * SQ * heads.
 
 fused: one launch and no barrier. Results go in words of data and flag to every rank as soon as they are made:
     6 * (W - 1) * rows * E bytes out of each rank, for E a power of two of at least 16.
-gluon: of latent caches on GPUs with Triton 3.6: attention in specialised warps, see gluon.py, then a kernel that merges
+gluon: of latent caches on GPUs of sm_90: attention in specialised warps, see gluon.py, then a kernel that merges
     its parts and, of few rows, puts the results in these words and merges rows as they come. Behind many rows of two
     ranks come an all-gather and a third kernel, as in unfused. More ranks share them out in a third kernel, that of
     nodes: each merges 1 / W of the rows and stores them at the others, 8 * (W - 1) / W * rows * (E + 1) bytes. That

@@ -26,7 +26,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
@@ -35,6 +34,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
+from ..shared import gluon_tma as tma
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
@@ -232,7 +232,7 @@ def _store(out, inboxes, outs, landing, order, ring, outbox, signals):
                 down = h * (ring.BLOCK_M // CONSUMERS)
                 if d == 0:
                     at = [i * ring.BLOCK_M + down, j * ring.BLOCK_N]
-                    tma.async_copy_shared_to_global(out, at, part)
+                    tma.async_store(out, at, part)
                     outs.store_all(at, part)
                 else:
                     at = [((d - 1) * count + place) * ring.BLOCK_M + down, 0]

@@ -176,7 +176,7 @@ def matmul_all_reduce(
         like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "lcsc".
         "lcsc": some programs reduce finished tiles, in the switch where there is one, the others compute.
         "gluon": in specialised warps, in fp32 in a fixed order, without a switch. bf16 or fp16, rows of out at
-            multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
+            multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6 to 3.9.
         "low_latency": for few rows: one launch, tiles go from registers into words of data and flag. Up to 8 ranks.
             Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's all-reduce. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round

@@ -24,7 +24,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pkt.language as pl
@@ -35,6 +34,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
+from ..shared import gluon_tma as tma
 from ..shared.copies import scattering
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import (
@@ -157,9 +157,9 @@ def _store(out, peers, order, ring, outbox, signals, COPIED: gl.constexpr):
             part = outbox.take(h, step, n, ring)
             down = h * (ring.BLOCK_M // CONSUMERS)
             if d == 0:
-                tma.async_copy_shared_to_global(out, [i * ring.BLOCK_M + down, j * ring.BLOCK_N], part)
+                tma.async_store(out, [i * ring.BLOCK_M + down, j * ring.BLOCK_N], part)
             elif COPIED:
-                tma.async_copy_shared_to_global(peers.tensors[0], [row + down, 0], part)
+                tma.async_store(peers.tensors[0], [row + down, 0], part)
             else:
                 peers.store(d, [row + down, 0], part)
         outbox.sent(step, ring, 1)

@@ -220,7 +220,7 @@ def matmul_reduce_scatter(
         "add": adds tiles into their owner's rows: fast, and rounds at every addition.
         "inbox": stores tiles with their owner, which adds them in fp32 in a fixed order.
         "gluon": as "inbox", in specialised warps. bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton
-            3.6.
+            3.6 to 3.9.
         "low_latency": for few rows: one launch, tiles go from registers into words of data and flag. Up to 8 ranks.
             Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's reduce-scatter. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round

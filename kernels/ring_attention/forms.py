@@ -111,7 +111,7 @@ def ring_attention(
     mode: a form that the top of kernels/ring_attention/forms.py describes. Where None, the one of "fused", "gluon" and
         "parts" with the least predicted time (kernels/ring_attention/rules.py). "parts" is torch's attention by cuDNN
         or FlashAttention. On GPUs it takes bf16 and fp16, and D that is a multiple of 8; nowhere cu_seqlens, windows or
-        padding. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6.
+        padding. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6 to 3.9.
     num_comm_sms: "fused": programs that push, at least 1, by default 16. chunk: rows that one signal stands for in
     "fused" and "copy", rounded up to BLOCK_N; by default 512. In "gluon" by default 2048, rounded up to 128. tiles:
     (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16; not of

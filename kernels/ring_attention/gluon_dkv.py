@@ -14,16 +14,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 import pkt.language as pl
 
+from ..shared import gluon_tma as tma
 from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_scales import CONSUMERS
 from ..shared.gluon_slots import clear_behind, open_slots
+from ..shared.gluon_tma import viewed
 from ..shared.gluon_warps import accumulator, half_layout, itemsize, open_barriers
 from ..shared.tile_attention import LN2, blocks, interval
 from .backward import num_places, place_of
@@ -170,12 +171,12 @@ class QuerySlots:
         ROWS: gl.constexpr = self.queries.shape[1]
         COLUMNS: gl.constexpr = self.queries.shape[2]
         mbarrier.expect(full, 2 * ROWS * (COLUMNS * itemsize(DTYPE) + itemsize(self.lse.dtype)))
-        place = self.queries.index(slot)._reinterpret(DTYPE, [1, ROWS, COLUMNS], q.layout)
-        tma.async_copy_global_to_shared(q, [b, row, column], full, place)
-        tma.async_copy_global_to_shared(numbers, [at], full, self.lse.index(slot))
-        place = self.douts.index(slot)._reinterpret(DTYPE, [1, ROWS, COLUMNS], q.layout)
-        tma.async_copy_global_to_shared(dout, [b, row, column], full, place)
-        tma.async_copy_global_to_shared(numbers, [delta_at], full, self.delta.index(slot))
+        place = viewed(self.queries.index(slot), [1, ROWS, COLUMNS], q.layout)
+        tma.async_load(q, [b, row, column], full, place)
+        tma.async_load(numbers, [at], full, self.lse.index(slot))
+        place = viewed(self.douts.index(slot), [1, ROWS, COLUMNS], q.layout)
+        tma.async_load(dout, [b, row, column], full, place)
+        tma.async_load(numbers, [delta_at], full, self.delta.index(slot))
 
     @gluon.jit
     def keep_first(self, n, rows, cuts):

@@ -110,7 +110,7 @@ def ring_attention_backward(
     mode: a form that the top of kernels/ring_attention/ring_attention_backward.py describes. Where None, the one of
         "fused", "gluon" and "parts" with the least predicted time, and without "parts" under
         torch.use_deterministic_algorithms. "parts" takes what the form "parts" of `pkt.ring_attention` takes, and no
-        dlse. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6.
+        dlse. "gluon" takes bf16 and fp16, and D of 64 and 128; on sm_90, with Triton 3.6 to 3.9.
     chunk: rows of keys and values that one signal stands for. In "fused" rounded up to BLOCK_N, by default 512; in
         "gluon" rounded up to 128, by default 2048. For "fused" alone:
     num_comm_sms: programs that push keys and values, at least 1, by default 16. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS,

@@ -1,7 +1,4 @@
-"""The host side of the Gluon forms: the TMA descriptors of what they take.
-
-Written for Triton 3.6: later versions renamed parts of Gluon. Where they can run is in gluon_fits.
-"""
+"""The host side of the Gluon forms: the TMA descriptors of what they take. Where they can run is in gluon_fits."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from . import gluon_tma as tma
 from .gluon_aggregate import aggregate
+from .gluon_tma import viewed
 from .gluon_warps import SWIZZLED, half_layout, itemsize, open_barriers, whole_rows
 
 
@@ -43,8 +45,8 @@ class Slots:
         ROWS: gl.constexpr = room.shape[0]
         COLUMNS: gl.constexpr = room.shape[1]
         mbarrier.expect(landed, ROWS * COLUMNS * itemsize(room.dtype))
-        part = room._reinterpret(room.dtype, [1, ROWS, COLUMNS], x.layout)
-        tma.async_copy_global_to_shared(x, [b, row, column], landed, part)
+        part = viewed(room, [1, ROWS, COLUMNS], x.layout)
+        tma.async_load(x, [b, row, column], landed, part)
 
     @gluon.jit
     def keep_first(self, n, rows, landed, phase):
@@ -76,7 +78,7 @@ def clear_behind(room, rows):
     PIECES: gl.constexpr = room.shape[1] // COLUMNS
     LAYOUT: gl.constexpr = whole_rows(COLUMNS, room.dtype, gl.num_warps())
     LAID: gl.constexpr = half_layout(EACH, COLUMNS, room.dtype)
-    parts = room._reinterpret(room.dtype, [PIECES * ROWS // EACH, EACH, COLUMNS], LAID)
+    parts = viewed(room, [PIECES * ROWS // EACH, EACH, COLUMNS], LAID)
     for i in range(gl.maximum(rows, 0) // EACH, ROWS // EACH):
         kept = i * EACH + gl.arange(0, EACH, layout=gl.SliceLayout(1, LAYOUT)) < rows
         for p in gl.static_range(PIECES):

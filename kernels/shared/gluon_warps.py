@@ -27,15 +27,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from pkt.language import ptx
 
+from . import gluon_tma as tma
 from .gluon_aggregate import aggregate
 from .gluon_scales import CONSUMERS, Scaling
+from .gluon_tma import viewed
 from .tile_product import activate, columns_each
 
 SWIZZLED = gl.constexpr(64)
@@ -102,7 +103,7 @@ def first_columns(room, COLUMNS: gl.constexpr):
     PIECES: gl.constexpr = room.shape[1] // COLUMNS
     if PIECES > 1:
         LAYOUT: gl.constexpr = half_layout(ROWS, COLUMNS, room.dtype)
-        room = room._reinterpret(room.dtype, [PIECES, ROWS, COLUMNS], LAYOUT).index(0)
+        room = viewed(room, [PIECES, ROWS, COLUMNS], LAYOUT).index(0)
     return room
 
 
@@ -164,7 +165,7 @@ class Ring:
     def half(self, step):
         """The part for B of the step's slot, seen as half a tile."""
         rows: gl.constexpr = self.BLOCK_M // CONSUMERS
-        return self.b_slot(step % self.STAGES)._reinterpret(self.DTYPE, [rows, self.BLOCK_N], self.HALF)
+        return viewed(self.b_slot(step % self.STAGES), [rows, self.BLOCK_N], self.HALF, self.DTYPE)
 
     @gluon.jit
     def acquire(self, step):
@@ -191,11 +192,11 @@ class Ring:
         BYTES: gl.constexpr = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * itemsize(self.a.dtype)
         slot = self.acquire(step)
         mbarrier.expect(self.full.index(slot), BYTES)
-        tma.async_copy_global_to_shared(a, at, self.full.index(slot), self.a.index(slot))
+        tma.async_load(a, at, self.full.index(slot), self.a.index(slot))
         if self.TRANSPOSED:
-            tma.async_copy_global_to_shared(b, [col, k], self.full.index(slot), self.b_slot(slot))
+            tma.async_load(b, [col, k], self.full.index(slot), self.b_slot(slot))
         else:
-            tma.async_copy_global_to_shared(b, [k, col], self.full.index(slot), self.b_slot(slot))
+            tma.async_load(b, [k, col], self.full.index(slot), self.b_slot(slot))
 
     @gluon.jit
     def load_halves(self, step, tensor, row, col):
@@ -206,7 +207,7 @@ class Ring:
             slot = self.acquire(step + h)
             mbarrier.expect(self.full.index(slot), ROWS * self.BLOCK_N * itemsize(self.DTYPE))
             at = [row + h * ROWS, col]
-            tma.async_copy_global_to_shared(tensor, at, self.full.index(slot), self.half(step + h))
+            tma.async_load(tensor, at, self.full.index(slot), self.half(step + h))
 
     @gluon.jit
     def lend(self, step):
@@ -232,9 +233,9 @@ class Ring:
         is used."""
         COLUMNS: gl.constexpr = self.BLOCK_N // PIECES
         if self.TRANSPOSED:
-            slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, COLUMNS, self.BLOCK_K], b.layout)
+            slots = viewed(self.b, [self.STAGES * PIECES, COLUMNS, self.BLOCK_K], b.layout)
         else:
-            slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, self.BLOCK_K, COLUMNS], b.layout)
+            slots = viewed(self.b, [self.STAGES * PIECES, self.BLOCK_K, COLUMNS], b.layout)
         HALF: gl.constexpr = half_layout(self.BLOCK_M // CONSUMERS, COLUMNS, self.DTYPE)
         return Ring(self.a, slots, self.full, self.empty, self.K, self.STAGES, self.BLOCK_M, COLUMNS, self.BLOCK_K,
                     self.TRANSPOSED, self.PROMOTED, self.DTYPE, HALF)  # fmt: skip
@@ -495,14 +496,14 @@ class Peers:
     def store_all(self, at, part):
         """A block to the same place on every other rank."""
         for d in gl.static_range(self.SIZE - 1):
-            tma.async_copy_shared_to_global(self.tensors[d], at, part)
+            tma.async_store(self.tensors[d], at, part)
 
     @gluon.jit
     def store(self, d, at, part):
         """A block to rank + d."""
         for p in gl.static_range(1, self.SIZE):
             if d == p:
-                tma.async_copy_shared_to_global(self.tensors[p - 1], at, part)
+                tma.async_store(self.tensors[p - 1], at, part)
 
 
 @gluon.jit

@@ -102,7 +102,7 @@ def ulysses_attention(
     and "unfused" with the least predicted time (kernels/ulysses_attention/rules.py). With cu_seqlens or window "gluon",
     or "unfused" where that does not run; where `heads` is given "copy". Where gradients are wanted, in bf16 and fp16,
     "unfused", and the backward pass finds what each rank attended with and the result (kept.py). "gluon" takes bf16 and
-    fp16, and D of 64 and 128; on sm_90, with Triton 3.6, on 2 ranks or more.
+    fp16, and D of 64 and 128; on sm_90, with Triton 3.6 to 3.9, on 2 ranks or more.
     heads: for "push", "copy" and "gluon": heads of queries in a group, which divides the H / size of a rank, and is a
     divisor or a multiple of those that share a head of keys there. By default in "push" as few as make 8 groups, in
     "gluon" more where these have few bytes, in "copy" the number with the least predicted time.

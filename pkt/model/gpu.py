@@ -74,8 +74,8 @@ _SM_90 = re.compile(r"\bG?H(20|100|200|800)\b")
 def gluon_lacks(capability: tuple[int, int]) -> str:
     """Why the Gluon forms cannot run on GPUs of this compute capability with this Triton, in words; "" if they can."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version != (3, 6):
-        return f"Triton {triton.__version__}, not 3.6"
+    if not (3, 6) <= version <= (3, 9):
+        return f"Triton {triton.__version__}, not 3.6 to 3.9"
     return "" if capability == (9, 0) else "sm_{}{}, not sm_90".format(*capability)
 
 

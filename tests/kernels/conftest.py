@@ -1,4 +1,4 @@
-"""Worlds on which Gluon kernels are compiled. The fixtures import their module, because only Triton 3.6 can do so."""
+"""Worlds on which Gluon kernels are compiled."""
 
 from __future__ import annotations
 

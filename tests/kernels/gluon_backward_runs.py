@@ -7,15 +7,12 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
-import pytest
 import torch
 
+from pkt.kernels.ring_attention import backward, exact, gluon, gluon_dkv, gluon_dq, sequence
+
 from .gluon_machine import Descriptor, Machine, Pointer, as_python
-
-gluon = pytest.importorskip("pkt.kernels.ring_attention.gluon")
-from pkt.kernels.ring_attention import backward, exact, gluon_dkv, gluon_dq, sequence  # noqa: E402
-
-from .gluon_runs import BK, BM, RING, Broken, assert_near, flat, poison, warps, world  # noqa: E402
+from .gluon_runs import BK, BM, RING, Broken, assert_near, flat, poison, warps, world
 
 MODULES = [warps, *RING, backward, gluon, gluon_dq, gluon_dkv]
 HALF = BM // 2

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
-import pytest
 
+from pkt.kernels.flash_decode import gluon as decode
 from pkt.kernels.flash_decode.attention import Decode
 
 from .gluon_machine import Descriptor
 from .gluon_runs import Broken, Wrong, assert_near, flat, poison, ready
 
-decode = pytest.importorskip("pkt.kernels.flash_decode.gluon")
 ROWS, KEYS, PIECE = 4, 8, 4
 D, E = 3 * PIECE, 2 * PIECE
 

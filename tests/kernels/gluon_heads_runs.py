@@ -6,8 +6,9 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
-import pytest
 from triton import cdiv
+
+from pkt.kernels.all_to_all_matmul import gluon as heads
 
 from .gluon_machine import Descriptor, Pointer
 from .gluon_runs import (
@@ -25,8 +26,6 @@ from .gluon_runs import (
     weights,
     world,
 )
-
-heads = pytest.importorskip("pkt.kernels.all_to_all_matmul.gluon")
 
 
 def run_heads(

@@ -120,7 +120,7 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.data[i], self.pause)
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    def viewed(self, shape: list[int], layout: Any, dtype: Any = None) -> Shared:
         view = self.data.reshape(shape)
         assert np.shares_memory(view, self.data)
         return Shared(view, self.pause)
@@ -182,12 +182,9 @@ class Descriptor:
         found[block] = self.data[memory]
         return found
 
-    def write(self, at: list[int], values: np.ndarray, add: bool) -> None:
+    def write(self, at: list[int], values: np.ndarray) -> None:
         memory, block = self._inside(at)
-        if add:
-            self.data[memory] += values.reshape(self.block_shape)[block]
-        else:
-            self.data[memory] = values.reshape(self.block_shape)[block]
+        self.data[memory] = values.reshape(self.block_shape)[block]
 
 
 class Pointer:
@@ -426,10 +423,9 @@ class Machine:
             cdiv=_cdiv, minimum=_minimum, maximum=_maximum, static_range=range, load=_load_numbers,
         )  # fmt: skip
         tma = SimpleNamespace(
-            async_copy_global_to_shared=self._load,
-            async_copy_shared_to_global=lambda d, at, part: self._store(d, at, part, False),
+            async_load=self._load, async_store=self._store,
             store_wait=lambda pendings: self._wait_group("read", pendings),
-        )
+        )  # fmt: skip
         mbarrier = SimpleNamespace(
             init=self._init, expect=self._expect, arrive=self._arrive, wait=self._wait, MBarrierLayout=lambda: None,
         )  # fmt: skip
@@ -450,7 +446,7 @@ class Machine:
             "fence_async_shared": lambda: None, "half_layout": lambda *_: None, "accumulator": lambda *_: None,
             "whole_rows": lambda *_: None, "itemsize": lambda dtype: 2,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
-            "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
+            "viewed": Shared.viewed,
         }  # fmt: skip
 
     def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -508,7 +504,7 @@ class Machine:
 
         self.asynchronous.append(land)
 
-    def _store(self, d: Descriptor, at: list[int], part: Shared, add: bool) -> None:
+    def _store(self, d: Descriptor, at: list[int], part: Shared) -> None:
         at = [int(x) for x in at]
         group: dict[str, Any] = {"read": False, "done": False}
         self.here.stores.append(group)
@@ -519,7 +515,7 @@ class Machine:
             self.writes.append(write)
 
         def write() -> None:
-            d.write(at, group["values"], add)
+            d.write(at, group["values"])
             group["done"] = True
 
         self.asynchronous.append(read)

@@ -12,24 +12,23 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from triton import cdiv
 
-from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
+from pkt.kernels.all_gather_matmul import gluon as push
+from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order
+from pkt.kernels.flash_decode import gluon as decode
+from pkt.kernels.flash_decode import gluon_loading, gluon_units
+from pkt.kernels.matmul_all_reduce import gluon as two_shot
+from pkt.kernels.matmul_reduce_scatter import gluon as scatter
+from pkt.kernels.ring_attention import exact, gluon_tasks, sequence
+from pkt.kernels.ring_attention import gluon as ring
+from pkt.kernels.ring_attention import kernel as ring_kernel
+from pkt.kernels.shared import gluon_slots
+from pkt.kernels.shared import gluon_warps as warps
+from pkt.kernels.ulysses_attention import gluon as ulysses
 
-warps = pytest.importorskip("pkt.kernels.shared.gluon_warps")
-from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
-from pkt.kernels.all_gather_matmul import gluon_keep, gluon_order  # noqa: E402
-from pkt.kernels.flash_decode import gluon as decode  # noqa: E402
-from pkt.kernels.flash_decode import gluon_loading, gluon_units  # noqa: E402
-from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
-from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
-from pkt.kernels.ring_attention import exact, gluon_tasks, sequence  # noqa: E402
-from pkt.kernels.ring_attention import gluon as ring  # noqa: E402
-from pkt.kernels.ring_attention import kernel as ring_kernel  # noqa: E402
-from pkt.kernels.shared import gluon_slots  # noqa: E402
-from pkt.kernels.ulysses_attention import gluon as ulysses  # noqa: E402
+from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
 
 BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step of B was
 HALF, SWIZZLED = (BM // 2, BN), 2

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
-import pytest
 import torch
 
 from pkt.kernels.ring_attention import exact, sequence
 from pkt.kernels.ring_attention.kernel import Attention
 from pkt.kernels.shared.copies import turn
+from pkt.kernels.ulysses_attention import gluon as ulysses
 from pkt.kernels.ulysses_attention.groups import groups_of
 from pkt.kernels.ulysses_attention.heads import heads_of
 
 from .gluon_machine import Descriptor, Pointer, Symmetric
 from .gluon_runs import BK, BM, Broken, assert_near, flat, poison, ready, world
-
-ulysses = pytest.importorskip("pkt.kernels.ulysses_attention.gluon")
 
 
 def run_ulysses(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
 import triton
-
-from pkt.language.inspect import compile_only
-
-if not triton.__version__.startswith("3.6"):
-    pytest.skip("written for Triton 3.6", allow_module_level=True)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from pkt.kernels.shared.gluon_aggregate import aggregate
+from pkt.language.inspect import compile_only
 
 
 class Pair(NamedTuple):
@@ -79,7 +76,7 @@ def test_numbers_in_a_tuple_are_specialised_whatever_the_kernel_says(x, constant
     """So a number that must not compile another kernel is an argument of its own, not part of a tuple."""
     found = [compile_only(kernel, "*i32", y, Pair(z, gl.constexpr(5)), num_warps=4) for y, z in ((x, 2), (2, x))]
     assert "%x: i32" in found[0].asm["ttgir"]
-    assert ("%pair: i32" not in found[1].asm["ttgir"]) == constant
+    assert (re.search(r"%pair\S*: i32", found[1].asm["ttgir"]) is None) == constant
 
 
 def test_a_constructor_wants_every_field_and_the_cache_key_knows_them():

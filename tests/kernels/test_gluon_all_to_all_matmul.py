@@ -14,20 +14,36 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.kernels import all_to_all_matmul as operator
-from pkt.kernels.all_to_all_matmul import forms
+from pkt.kernels.all_to_all_matmul import forms, gluon
 from pkt.kernels.declaration import Call
 from pkt.kernels.shared import gluon_fits
+from pkt.kernels.shared.gluon_host import descriptor, half_block, kernel_constants, weights_descriptor
+from pkt.kernels.shared.gluon_warps import Sizes
 from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
 from pkt.runtime.launch.launch import cooperative_launch
 
 from .gluon_compiling import Compiled, assert_fits
 from .helpers import on_ranks, random
 
-gluon = pytest.importorskip("pkt.kernels.all_to_all_matmul.gluon")
-from pkt.kernels.shared.gluon_host import descriptor, half_block, kernel_constants, weights_descriptor  # noqa: E402
-from pkt.kernels.shared.gluon_warps import Sizes  # noqa: E402
-
 B, S, K, N = 2, 1000, 512, 1032
+
+
+def compiled(size: int, dtype: torch.dtype, transposed: bool, bias: bool, tiles: Any) -> Any:
+    """The kernel on rank 0."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    weight = empty(N, size * K).t() if transposed else empty(size * K, N)
+    block = tiles.block_m, tiles.block_k
+    return compile_only(
+        gluon.gluon_heads_product_kernel, descriptor(empty(B * size * S, K), block),
+        descriptor(empty((size - 1) * B * S, K), block), weights_descriptor(weight, tiles),
+        descriptor(empty(B, S, N), (1, *half_block(tiles))), Pointer("int32"), Pointer(name) if bias else None,
+        Sizes(S, N, size * K), B, 4, device_world(0, size), kernel_constants(tiles, weight, "none"), num_warps=4,
+        grid=(132,),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tiles", [gluon_fits.TILES, gluon_fits.NARROW], ids=["wide", "narrow"])
@@ -39,20 +55,7 @@ def test_it_fits(
     tmp_path: Path, size: int, dtype: torch.dtype, transposed: bool, bias: bool, tiles: Any
 ) -> None:  # fmt: skip
     """In the memory and the registers of an SM; one wait, in the loop over peers, and no signal."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    weight = empty(N, size * K).t() if transposed else empty(size * K, N)
-    block = tiles.block_m, tiles.block_k
-    kernel = compile_only(
-        gluon.gluon_heads_product_kernel, descriptor(empty(B * size * S, K), block),
-        descriptor(empty((size - 1) * B * S, K), block), weights_descriptor(weight, tiles),
-        descriptor(empty(B, S, N), (1, *half_block(tiles))), Pointer("int32"), Pointer(name) if bias else None,
-        Sizes(S, N, size * K), B, 4, device_world(0, size), kernel_constants(tiles, weight, "none"), num_warps=4,
-        grid=(132,),
-    )  # fmt: skip
+    kernel = compiled(size, dtype, transposed, bias, tiles)
     assert_fits(Compiled(kernel, (132,), {}, ()), tmp_path)
     assert count_markers(kernel.asm["ttgir"]) == {"wait": 1, "signal": 0}
 

@@ -15,21 +15,19 @@ import triton.language as tl
 
 import pkt
 from pkt.kernels.declaration import Call
-from pkt.kernels.flash_decode import attention, flash_decode, planning, reference, rules
+from pkt.kernels.flash_decode import attention, flash_decode, gluon, planning, reference, rules
 from pkt.kernels.flash_decode.attention import Decode
 from pkt.kernels.flash_decode.nodes import launch_merging
 from pkt.kernels.flash_decode.reference import bound
 from pkt.kernels.shared import gluon_fits
+from pkt.kernels.shared.gluon_host import descriptor
 from pkt.language.inspect import Pointer, compile_only
 from pkt.runtime.launch.launch import cooperative_launch
 
 from .helpers import on_ranks
 from .launches import all_launched, compile_checked
-from .machine_code import resources, sass
+from .machine_code import of_old, resources, sass
 from .test_flash_decode import operands
-
-gluon = pytest.importorskip("pkt.kernels.flash_decode.gluon")
-from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 
 D, E, B, PAGES = 576, 512, 3, 40
 
@@ -56,6 +54,7 @@ def compiled(
     return compile_only(gluon.gluon_decode_kernel, queries, keys, Pointer("fp32"), p, num_warps=4, grid=(132,))
 
 
+@of_old
 @pytest.mark.parametrize(
     ("dtype", "heads", "tokens", "page", "capped", "scaled"),
     [(torch.bfloat16, 128, 1, 64, False, False), (torch.float16, 16, 2, 16, True, True)],
@@ -80,6 +79,7 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
         assert "STL" not in events[first : last + 1]
 
 
+@of_old
 @pytest.mark.parametrize(
     ("dtype", "cache", "page", "capped", "stack"),
     [(torch.bfloat16, "fp8e4nv", 64, False, 16), (torch.float16, "fp8e5", 24, True, 32)],

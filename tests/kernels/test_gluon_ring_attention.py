@@ -12,15 +12,14 @@ import torch
 import triton.language as tl
 
 from pkt.kernels.declaration import Call
+from pkt.kernels.ring_attention import gluon as ring
+from pkt.kernels.ring_attention.kernel import Attention
+from pkt.kernels.ring_attention.planning import GLUON_TILES, planned
 from pkt.kernels.shared import gluon_fits
+from pkt.kernels.shared.gluon_host import descriptor
 from pkt.language.inspect import Pointer, compile_only, device_world
 
-from .machine_code import resources, sass
-
-ring = pytest.importorskip("pkt.kernels.ring_attention.gluon")
-from pkt.kernels.ring_attention.kernel import Attention  # noqa: E402
-from pkt.kernels.ring_attention.planning import GLUON_TILES, planned  # noqa: E402
-from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
+from .machine_code import of_old, resources, sass
 
 B, S, H, KV = 2, 1024, 16, 8
 
@@ -49,6 +48,7 @@ def compiled(size: int, d: int, dtype: torch.dtype, zigzag: bool, packed: bool =
     )  # fmt: skip
 
 
+@of_old
 @pytest.mark.parametrize(
     ("size", "d", "dtype", "zigzag"),
     [(1, 128, torch.bfloat16, False), (2, 128, torch.bfloat16, True), (4, 128, torch.float16, False),
@@ -76,6 +76,7 @@ def test_products_overlap_and_nothing_is_spilled_between_them(
     assert events.count("WARPGROUP.DEPBAR") == 2 * 4
 
 
+@of_old
 @pytest.mark.parametrize(("size", "d", "zigzag"), [(2, 128, True), (2, 64, True)])
 def test_documents_spill_outside_the_loop(tmp_path: Path, size: int, d: int, zigzag: bool) -> None:
     """What a task of documents sees is loaded, so it takes registers, where it else is computed again. They go to the

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pkt.kernels.declaration import Call
+from pkt.kernels.ring_attention import gluon_backward as host
 from pkt.kernels.ring_attention import planning, rules
 from pkt.kernels.ring_attention.backward import Backward, _queries, keys_kernel
 from pkt.kernels.ring_attention.forms import OPERATOR as FORWARD
@@ -24,11 +25,10 @@ from pkt.kernels.shared import gluon_fits
 from pkt.language.inspect import compile_only, device_world
 from pkt.runtime.launch.launch import beside_launch, cooperative_launch
 
-from .machine_code import resources, sass
+from .machine_code import of_old, resources, sass
 from .test_ring_attention import planned as called
 from .test_ring_attention_backward import check
 
-host = pytest.importorskip("pkt.kernels.ring_attention.gluon_backward")
 B, S, H, KV = 2, 1024, 16, 8
 
 
@@ -86,6 +86,7 @@ def compiled(launch: Any) -> Any:
     return compile_only(kernel, *args, **options)
 
 
+@of_old
 @pytest.mark.parametrize(
     ("size", "d", "dtype", "zigzag"),
     [(1, 128, torch.bfloat16, False), (2, 128, torch.float16, True), (2, 64, torch.bfloat16, True)],

@@ -13,18 +13,17 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.kernels.ring_attention import rules
+from pkt.kernels.ring_attention.kernel import Attention
+from pkt.kernels.ring_attention.planning import GLUON_TILES
 from pkt.kernels.shared import gluon_fits, tile_attention
+from pkt.kernels.shared.gluon_host import descriptor
+from pkt.kernels.ulysses_attention import gluon
 from pkt.kernels.ulysses_attention import rules as ulysses_rules
 from pkt.language.inspect import Pointer, compile_only, device_world
 from pkt.runtime.launch.launch import cooperative_launch
 
-from .machine_code import resources, sass
+from .machine_code import of_old, resources, sass
 from .test_ulysses_attention import ROWS, check, operands
-
-gluon = pytest.importorskip("pkt.kernels.ulysses_attention.gluon")
-from pkt.kernels.ring_attention.kernel import Attention  # noqa: E402
-from pkt.kernels.ring_attention.planning import GLUON_TILES  # noqa: E402
-from pkt.kernels.shared.gluon_host import descriptor  # noqa: E402
 
 B, R, H, KV, GROUP = 2, 1024, 8, 4, 2
 
@@ -57,6 +56,7 @@ def compiled(
     )  # fmt: skip
 
 
+@of_old
 @pytest.mark.parametrize(
     ("size", "d", "dtype", "repeats", "causal", "packed", "meeting"),
     [(2, 128, torch.bfloat16, 1, False, False, True), (4, 128, torch.float16, 2, True, False, False),

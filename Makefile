@@ -61,7 +61,7 @@ test: $(STAMP)
 
 # Without the tests of the simulator's machine: schedules, races, deadlocks, faults, hosts. They know no Triton. What a
 # kernel's text means on this release the others tell: types, values, orders of memory, loops, and the PTX.
-NEWEST_TESTS ?= tests/language tests/simulate tests/kernels/test_gluon_releases.py
+NEWEST_TESTS ?= tests/language tests/simulate tests/runtime/test_relaunch.py tests/kernels/test_gluon_releases.py
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
 	PYTHONPATH=.newest $(PYTEST) -m "not gpu and not machine" $(NEWEST_TESTS) $(ARGS)

@@ -15,11 +15,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pkt
+from pkt.kernels.shared import gluon_tma as tma
 from pkt.language.inspect import Pointer, compile_only
 from pkt.language.world import DeviceWorld
 from pkt.runtime.launch import passing, relaunch
@@ -27,15 +33,7 @@ from pkt.runtime.launch.passing import lasts
 from pkt.runtime.launch.relaunch import repeated
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-if not relaunch.KNOWN:
-    pytest.skip("launches are repeated with Triton 3.6 only", allow_module_level=True)
-from triton.backends.nvidia.driver import wrap_handle_tensordesc
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-STREAM, FUNCTION = 77, 88
+STREAM, FUNCTION, OLD = 77, 88, triton.__version__.startswith("3.6")
 
 
 class Pair(NamedTuple):
@@ -71,9 +69,9 @@ def gluon_kernel(a, c, n):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, a.block_type.nbytes)
-    tma.async_copy_global_to_shared(a, [n, 0], bar, smem)
+    tma.async_load(a, [n, 0], bar, smem)
     mbarrier.wait(bar, 0)
-    tma.async_copy_shared_to_global(c, [0, 0], smem)
+    tma.async_store(c, [0, 0], smem)
 
 
 class CudaLauncher:
@@ -81,6 +79,7 @@ class CudaLauncher:
 
     num_ctas, launch_cooperative_grid, launch_pdl = 1, True, False
     global_scratch_align = profile_scratch_size = 0
+    arg_annotations, kernel_signature = "annotations", "signature"
 
     def __init__(self, compiled: Any, scratch: int = 0) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -89,7 +88,15 @@ class CudaLauncher:
         self.global_scratch_size = scratch
 
     def take(self, *args: Any) -> None:
-        self.launches.append(args)
+        """Keep (grid, stream, function, cooperative, pdl, scratch memory, metadata, the kernel's arguments)."""
+        if OLD:
+            room, profile, packed, *hooks = args[7:13]
+            values = args[13:]
+        else:
+            packed, *hooks, room, profile, annotations, signature, values = args[7:]
+            assert (annotations, signature) == (self.arg_annotations, self.kernel_signature)
+        assert (profile, hooks) == (None, [None] * 3)
+        self.launches.append((*args[:7], room, packed, *values))
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +108,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         made.append(facts)
         return tuple(tuple(f) if isinstance(f, list) else f for f in facts)
 
-    utils = SimpleNamespace(fill_tma_descriptor=encode)
+    utils = SimpleNamespace(**{"fill_tma_descriptor" if OLD else "fill_tma_descriptor_tiled": encode})
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
     return made
 
@@ -110,9 +117,12 @@ def of_triton(launcher: CudaLauncher, kernel: Any, args: tuple[Any, ...], named:
     """The arguments that Triton passes to C, with addresses in place of tensors."""
     bound = kernel.signature.bind(*args, **{k: v for k, v in named.items() if k in kernel.arg_names})
     bound.apply_defaults()
-    launcher.launch(
-        4, 1, 1, STREAM, FUNCTION, True, False, None, None, packed, None, None, None, *bound.arguments.values()
-    )
+    how, values = (4, 1, 1, STREAM, FUNCTION, True, False), bound.arguments.values()
+    if OLD:
+        launcher.launch(*how, None, None, packed, None, None, None, *values)
+    else:
+        types = launcher.arg_annotations, launcher.kernel_signature
+        launcher.launch(*how, packed, None, None, None, None, None, *types, tuple(values))
     return tuple(address(x) for x in launcher.launches.pop())
 
 
@@ -351,14 +361,29 @@ def test_old_encodings_are_dropped(encoded: list[tuple[Any, ...]]) -> None:
     for tensor in tensors:
         first.base = tensor
         repeat(first, second, 32)
-        assert launcher.launches.pop()[13][0] == tensor.data_ptr()
+        assert launcher.launches.pop()[9][0] == tensor.data_ptr()
     assert len(encoded) == 2 + len(tensors) - 1
     first.base = tensors[0]
     repeat(first, second, 32)
     assert len(encoded) == 2 + len(tensors), "encoded anew"
 
 
-@pytest.mark.parametrize("why", ["another release", "hooks before a run", "another launcher", "it is profiled", "fp4"])
+WHYS = [
+    "another release", "hooks before a run", "another launcher", "it is profiled", "it is watched", "fp4", "im2col",
+    "a descriptor in a tuple",
+]  # fmt: skip
+
+
+def closure(launcher: Any, tensordesc_meta: Any, relevant_paths: Any) -> Any:
+    """As Triton 3.8 and 3.9 make one for a kernel with descriptors."""
+
+    def inner(*args: Any) -> Any:
+        return launcher(*args, tensordesc_meta, relevant_paths)
+
+    return inner
+
+
+@pytest.mark.parametrize("why", WHYS)
 def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = plain_args()
     _, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
@@ -370,8 +395,13 @@ def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.Monk
         compiled._run = SimpleNamespace()
     elif why == "it is profiled":
         monkeypatch.setattr(launcher, "profile_scratch_size", 8)
+    elif why == "it is watched":
+        monkeypatch.setattr(launcher, "gsan_enabled", True, raising=False)
+    elif why == "a descriptor in a tuple":
+        launcher.launch = closure(launcher.take, [], {2: {1: {}}})
     else:
-        launcher.launch = wrap_handle_tensordesc(launcher.take, {"a": "tensordesc<"}, [{"fp4_padded": True}])
+        how = {"fp4_padded": why == "fp4", "is_im2col": why == "im2col"}
+        launcher.launch = closure(launcher.take, [how], {0: {}})
     repeat = repeated(plain_kernel, compiled, (4,), args, {"BLOCK": 64, "grid": (4,)})
     assert repeat(args, STREAM) is None
     assert not launcher.launches

@@ -130,7 +130,8 @@ class _Text:
         """Its tensor's address if `how` is None, else that encoded as `how` says; then its sizes. It has to be `of`."""
         sizes = [*of.shape, *of.strides]
         if how is None:
-            sizes += [of.padding == "nan", *sizes]
+            rounds = [of.round_f32_to_tf32] if hasattr(of, "round_f32_to_tf32") else []  # since Triton 3.7
+            sizes += [of.padding == "nan", *rounds, *sizes]
         self.unless(f"{at} is {self.keep(of)}")
         encode = None if how is None else _encoder(of, how)
         if id(of) in _lasting:
@@ -177,11 +178,12 @@ def _stays(of: Any) -> bool:
 
 def _encoder(of: Any, how: dict[str, Any]) -> Callable[[int], Any]:
     """encoded(address): the descriptor `of` over a tensor at this address."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.backends.nvidia import driver as nvidia
 
-    kept = dict[int, Any]()
-    encode = driver.active.utils.fill_tma_descriptor
-    form = how["swizzle"], how["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[how["elem_type"]], how["block_size"]
+    kept, utils = dict[int, Any](), driver.active.utils
+    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # until Triton 3.6
+    element = nvidia.TMA_TF32 if getattr(of, "round_f32_to_tf32", False) else how["elem_type"]
+    form = how["swizzle"], how["elem_size"], nvidia.TMA_DTYPE_DEVICE_TO_HOST[element], how["block_size"]
     extent = of.shape, of.strides, int(of.padding == "nan")
 
     def encoded(at: int) -> Any:

@@ -24,10 +24,12 @@ from triton.runtime.jit import JITFunction
 
 from pkt.runtime.launch.passing import passing
 
-KNOWN = triton.__version__.startswith("3.6.")
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+KNOWN = (3, 6) <= _VERSION <= (3, 9)
 """Whether the launcher of this release of Triton was checked to take the arguments that are passed here."""
 
 _run = JITFunction.run
+_NO_HOOKS = None, None, None  # what a hook would be told, the one before and the one behind
 
 Repeat = Callable[[tuple[Any, ...], int], Any]
 
@@ -46,10 +48,15 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
     launch, encodings = found
     defaults = {name: p.default for name, p in kernel.signature.parameters.items()}
     pass_on = passing(kernel.arg_names, args, defaults | named, encodings)
-    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    launcher, packed = compiled.run, compiled.packed_metadata
     x, y, z = (*grid, 1, 1)[:3]
     scratch, align = launcher.global_scratch_size * x * y * z * launcher.num_ctas, launcher.global_scratch_align
-    cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
+    how = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+    if _VERSION == (3, 6):
+        pass_in = lambda stream, room, now: launch(x, y, z, stream, *how, room, None, packed, *_NO_HOOKS, *now)  # noqa: E731
+    else:
+        types = launcher.arg_annotations, launcher.kernel_signature
+        pass_in = lambda stream, room, now: launch(x, y, z, stream, *how, packed, *_NO_HOOKS, room, None, *types, now)  # noqa: E731
 
     def repeat(args: tuple[Any, ...], stream: int) -> Any:
         if _watched(kernel):
@@ -58,7 +65,7 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
         if now is None:
             return None
         room = _allocation._allocator.get()(scratch, align, stream) if scratch else None
-        launch(x, y, z, stream, function, cooperative, pdl, room, None, packed, None, None, None, *now)
+        pass_in(stream, room, now)
         return compiled
 
     return repeat
@@ -83,9 +90,14 @@ def _in_c(kernel: Any, launcher: Any) -> tuple[Callable[..., None], list[Any]] |
         return None
     if type(launcher).__name__ != "CudaLauncher" or launcher.profile_scratch_size:
         return None
+    if getattr(launcher, "gsan_enabled", False):  # Triton's race detector
+        return None
     if not inspect.isfunction(launcher.launch):
         return launcher.launch, []
     # A closure in Python, which encodes the descriptors and then calls the function in C.
     inside = inspect.getclosurevars(launcher.launch).nonlocals
-    encodings = inside["tensordesc_meta"]
-    return None if any(how and how["fp4_padded"] for how in encodings) else (inside["launcher"], encodings)
+    places = inside.get("relevant_paths", {})  # index of a descriptor, or of a tuple -> those inside
+    encodings = inside["tensordesc_meta"] or [None] * len(places)
+    if any(places.values()) or any(how and (how["fp4_padded"] or how.get("is_im2col")) for how in encodings):
+        return None
+    return inside["launcher"], encodings

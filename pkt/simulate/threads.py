@@ -7,7 +7,9 @@ to it by other threads.
 
 Triton chooses the thread of an element. Two blocks of one shape, whose elements are of one size, are taken to be spread
 alike, so that `tl.load(p + i)` behind `tl.store(p + i, x)` finds what its own thread has stored. Blocks of up to 32
-elements lie in one warp, whose threads go in step. Nothing is said about a program of one warp, or about TMA.
+elements are stored by one warp, whose threads go in step, but loaded by every warp. One number of such a block is taken
+to be loaded for all of them, as an index from a table. What else is loaded is taken to be for the warp that stored it.
+Nothing is said about a program of one warp, or about TMA.
 """
 
 from __future__ import annotations
@@ -51,13 +53,19 @@ class Done:
 
     def may_meet(self, later: Done) -> bool:
         """Whether `later` may access bytes of this by other threads: mostly a few numbers tell that it does not."""
-        if self.low >= later.high or later.low >= self.high or (self.few and later.few):
+        if self.low >= later.high or later.low >= self.high:
+            return False
+        if self.few and later.few and not (self.looks_up() or later.looks_up()):
             return False
         if self.rows is None or self.rows != later.rows:
             return True
         if self.low == later.low:
             return bool(self.where != later.where)
         return _cross(later.low - self.low, *self.rows[1:3])
+
+    def looks_up(self) -> bool:
+        """Whether this loads one number. If it is not kept in memory, stored by the same thread, it is of a table."""
+        return self.kind == "load" and math.prod(self.shape) == 1
 
     def meets(self, later: Done) -> int | None:
         """A byte of the region that another thread accesses in `later` than did here; None without one."""

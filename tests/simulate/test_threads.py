@@ -243,6 +243,20 @@ def test_the_threads_of_a_warp_go_in_step() -> None:
     assert type(find_race(main, 2, (backwards, NOTHING, 64))) is MissingBarrier
 
 
+@triton.jit
+def element_before_a_block(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
+    y = tl.load(x + N - 1)
+    between(x, flags, world, HOW)
+    tl.store(x + tl.arange(0, N), y)
+
+
+@pytest.mark.parametrize("kernel", [element_of_a_block, element_before_a_block], ids=lambda k: k.fn.__name__)
+@pytest.mark.parametrize("n", [2, 32])
+def test_all_warps_load_one_number_of_a_small_block(kernel: Any, n: int) -> None:
+    assert_right(main, 2, (kernel, BARRIER, n), seeds=range(8))
+    assert type(find_race(main, 2, (kernel, NOTHING, n))) is MissingBarrier
+
+
 def some(rng: np.random.Generator) -> Done:
     """A random access to a region of 512 bytes: a block of rows, a part of a block, or scattered elements."""
     region = Region(0, 512, np.zeros(512, np.uint8), 0, "x", "data", 4, (128,))

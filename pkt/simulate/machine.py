@@ -32,7 +32,7 @@ from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.front_end import Launched, Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
-from pkt.simulate.races import Clocks
+from pkt.simulate.races import COLUMNS, Clocks
 from pkt.simulate.schedule import Schedule
 from pkt.simulate.sites import host_call, of_task, site
 from pkt.simulate.stream import Stream
@@ -112,6 +112,7 @@ class Machine:
         self.contended = False  # one of those words has changed in this round
         self.turn: Turn | None = None  # of a program, when all spin
         self.programs = 0
+        self.most_columns = (COLUMNS // ranks - 1) // 2  # of a rank's programs; with more of them, some share theirs
         self.order = 0  # a hash of which task ran when, and which store became visible when
         self.max_steps = max_steps
         self.ended = False
@@ -292,9 +293,9 @@ class Machine:
             task = Task(runner(self.hub), launch.rank, launch.name)
             task.launch, task.program, task.index = launch, program, index
             task.lane = heapq.heappop(host.slots)
-            while len(host.columns) <= index:
+            while len(host.columns) <= index and len(host.columns) < self.most_columns:
                 host.columns.append(self.clocks.column(2))
-            task.column = host.columns[index]
+            task.column = host.columns[index % len(host.columns)]
             task.clock = self.clocks.fit(launch.before).copy()
             task.clock[task.column] += 1
             task.async_clock = int(task.clock[task.column + 1]) + 1

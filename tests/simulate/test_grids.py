@@ -12,6 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.language.tile import Layout, _elements
+from pkt.simulate import machine
 from tests.simulate.helpers import failures, run
 
 
@@ -45,6 +46,31 @@ def test_barriers_count_the_programs_of_every_axis(grid: tuple[int, ...], everyw
             world.barrier()
 
     assert failures(main, 2, (0, 1, 3)) == {}
+
+
+@triton.jit
+def neighbours(x):
+    i = tl.program_id(0)
+    tl.store(x + i, i)
+    tl.store(x + i + 1, i)
+
+
+def test_more_programs_than_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some share one. No false alarm follows, and races of those next to each other are found."""
+    monkeypatch.setattr(machine, "COLUMNS", 2 * (1 + 2 * 4))
+
+    def right(world: Any) -> None:
+        x, out, flags = pkt.zeros(23, dtype=torch.int32), torch.zeros(23, dtype=torch.int32), pkt.signals(2)
+        for _ in range(2):
+            meet[(23,)](x, out, flags, world.device, WORLD=True)
+        assert out.tolist() == 23 * [23 * 24 // 2]
+        assert max(len(host.columns) for host in world.backend.machine.hosts) == 4
+
+    def wrong(world: Any) -> None:
+        neighbours[(23,)](pkt.zeros(24, dtype=torch.int32))
+
+    assert failures(right, 2, range(4)) == {}
+    assert isinstance(failures(wrong, 2, [0])[0], pkt.DataRace)
 
 
 @triton.jit

@@ -111,7 +111,6 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
         return findings.OutOfBounds.outside(access(element), peers)
     heap = f"byte {address - space.window(window)} of rank {window}'s heap"
-    where = heap if exists else "an address in no rank's heap"
     hint = ""
     before, after = space.nearest(address), space.following(address)
     past = address - before.end + 1 if before is not None else space.stride
@@ -121,4 +120,5 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         apart = min(past, short)
         verb, side = ("ends", "before") if near is before else ("begins", "after")
         hint = f"nearest: {near.name} of rank {near.rank}, which {verb} {apart} byte{'s'[: apart > 1]} {side}"
-    return findings.OutOfBounds.outside(access(where), hint)
+    nowhere = "memory of no tensor" if hint and near.kind == "local" else "an address in no rank's heap"
+    return findings.OutOfBounds.outside(access(heap if exists else nowhere), hint)

@@ -425,9 +425,8 @@ def far(x, at):
 @pytest.mark.parametrize("at", [6, -1, 10**12])
 def test_an_access_outside_a_local_tensor_is_out_of_bounds(at: int) -> None:
     x = torch.zeros(8)
-    with pytest.raises(
-        OutOfBounds, match=r"out of bounds: store of an address in no rank's heap by rank 0 far program 0"
-    ) as caught:
+    where = "an address in no rank's heap" if at > 1000 else "memory of no tensor"
+    with pytest.raises(OutOfBounds, match=f"out of bounds: store of {where} by rank 0 far program 0") as caught:
         run(far, (1,), x, at)
     assert "test_memory.py:" in str(caught.value)
     if at == 6:
@@ -445,7 +444,7 @@ def test_an_element_half_outside_is_out_of_bounds() -> None:
     x, out = torch.arange(7, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     run(across_the_end, (1,), x, out, 3)
     assert out.tolist() == [0, 2 + (3 << 32), 4 + (5 << 32), 0]
-    with pytest.raises(OutOfBounds, match="load of an address in no rank's heap"):
+    with pytest.raises(OutOfBounds, match="load of memory of no tensor"):
         run(across_the_end, (1,), x, out, 4)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ ATOMICS: dict[Any, Any] = {
     ir.ATOMIC_OP.XCHG: lambda old, new: new,
 }
 _REGISTERS = re.compile(r"mov\.u(?:32|64) \$0, %(globaltimer|smid);")  # tl.extra.cuda.globaltimer and smid
+_BARRIER = re.compile(r"bar(?:rier)?\.sync 0;")
 _INSTEAD = "use the functions of pkt.language or tl"
 _PARTS = {"BF16x3": 2, "BF16x6": 3}  # of an operand of tl.dot: three or six products of them
 _OF_NUMBERS: dict[Any, Any] = {np.maximum: np.fmax, np.minimum: np.fmin}  # by TMA, which passes over NaN
@@ -456,9 +458,12 @@ class Builder(InterpreterBuilder):
         made = _REGISTERS.fullmatch(inlineAsm)
         if made is not None:
             return _Results(handle(np.array([self.pkt.register(made[1])]).astype(np_dtype(type[0])), type[0]))
-        if inlineAsm.startswith("griddepcontrol."):  # the kernels of a rank run one after the other
-            return _Results(handle(np.zeros(1, np.int32), tl.int32))
-        raise Unsupported.simulated(f"inline assembly {inlineAsm!r:.120}", str(site()), _INSTEAD)
+        if _BARRIER.fullmatch(inlineAsm.strip()):
+            self.pkt.join_threads()
+        elif not inlineAsm.startswith("griddepcontrol."):  # the kernels of a rank run one after the other
+            text = textwrap.shorten(inlineAsm, 120, placeholder=" ...")
+            raise Unsupported.simulated(f"inline assembly {text!r}", str(site()), _INSTEAD)
+        return _Results(handle(np.zeros(1, np.int32), tl.int32))
 
     def create_print(self, prefix, hex, values, isSigned):
         """Prints the values, in hexadecimal their bits."""

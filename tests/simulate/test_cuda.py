@@ -15,7 +15,7 @@ import pkt
 import pkt.language as pl
 from pkt.errors import Unsupported
 from pkt.simulate import cost
-from pkt.simulate.findings import Deadlock
+from pkt.simulate.findings import Deadlock, MissingBarrier
 from tests.simulate.helpers import HEAP, line_of, outcome, run
 
 
@@ -115,6 +115,37 @@ def test_inline_assembly_is_refused_with_its_line() -> None:
     with pytest.raises(Unsupported, match=r"inline assembly 'mov.u32 \$0, %clock;'.*pkt.language or tl") as caught:
         run(assembly, (1,), torch.empty(1, dtype=torch.int32))
     assert line_of(assembly, "inline_asm") in str(caught.value)
+
+
+@triton.jit
+def long_assembly(out):
+    text: tl.constexpr = """{
+        .reg .b8 first, second, third, fourth;
+        cvt.rn.satfinite.e2m1x2.f32 first, $1, $2; cvt.rn.satfinite.e2m1x2.f32 second, $3, $4;
+    }"""
+    tl.store(out, tl.inline_asm_elementwise(text, "=r", [], tl.int32, False, 1))
+
+
+def test_long_assembly_is_quoted_in_one_line() -> None:
+    with pytest.raises(Unsupported, match=r"'\{ \.reg \.b8 first, second.* \.\.\.' at test_cuda"):
+        run(long_assembly, (1,), torch.empty(1, dtype=torch.int32))
+
+
+@triton.jit
+def met_in_assembly(x, out, BARRIER: tl.constexpr):
+    i = tl.arange(0, 128)
+    tl.store(x + i, i)
+    if BARRIER:
+        tl.inline_asm_elementwise("bar.sync 0;", "=r", [], tl.int32, False, 1)
+    tl.store(out + i, tl.load(x + 127 - i))
+
+
+def test_a_barrier_in_assembly() -> None:
+    x, out = torch.zeros(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    run(met_in_assembly, (1,), x, out, True)
+    assert out.tolist() == list(range(127, -1, -1))
+    with pytest.raises(MissingBarrier):
+        run(met_in_assembly, (1,), x, out, False)
 
 
 @gluon.jit

@@ -84,6 +84,7 @@ class Accesses:
         parts = self._resolve(addresses, mask, values.dtype.itemsize, "store")
         if at is not None:
             threads.check(self.m, self.detector.reported, parts, addresses.shape, "store", at)
+            threads.check_overlap(self.m, self.detector.reported, parts, values, at)
         for access, where in parts:
             self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False, at=at)
 

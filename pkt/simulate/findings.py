@@ -84,6 +84,19 @@ class MissingBarrier(DataRace):
     )
 
 
+class OverlappingStore(DataRace):
+    """Two elements of one block are stored at one address with different values: either may stay."""
+
+    @classmethod
+    def of_one(cls, access: Access, pair: Hashable) -> OverlappingStore:
+        text = (
+            f"overlapping store: {access.text()}\n"
+            "  two elements of the block have this address and different values, and either may stay\n"
+            "  make their addresses differ, or add with tl.atomic_add"
+        )
+        return cls.of(text, first=access, second=access, pair=pair)
+
+
 class MissingQuiet(DataRace):
     """The source of a put to a rank of another node is written again while the network may still read it."""
 

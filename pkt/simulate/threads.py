@@ -23,7 +23,7 @@ import numpy as np
 
 from pkt.simulate.detector import FAR_READ
 from pkt.simulate.faults import Site
-from pkt.simulate.findings import MissingBarrier
+from pkt.simulate.findings import MissingBarrier, OverlappingStore
 from pkt.simulate.memory import Access, Strided
 from pkt.wording import Access as Said
 
@@ -150,3 +150,22 @@ def check(m: Any, reported: set, parts: list, shape: tuple[int, ...], kind: str,
             m.findings.append(MissingBarrier.between(first, second, pair))
         if kind != FAR_READ:  # of what overtakes that, MissingQuiet tells
             _keep(task.stored if stores else task.loaded, this)
+
+
+def check_overlap(m: Any, reported: set, parts: list, values: np.ndarray, at: Site) -> None:
+    """Check that elements of a block of `values` that are stored at one address have the same bits. parts, reported: as
+    of `check`."""
+    for access, where in parts:
+        if isinstance(access, Strided) and not access.place.repeats():
+            continue
+        offsets = access.byte_offsets()
+        order = np.argsort(offsets, kind="stable")
+        bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").reshape(-1)[where][order]
+        offsets = offsets[order]
+        apart = np.flatnonzero((offsets[1:] == offsets[:-1]) & (bits[1:] != bits[:-1]))
+        region, task = access.region, m.current
+        if apart.size and (region.name, at) not in reported:
+            reported.add((region.name, at))
+            tensor = f"rank {region.rank}'s {region.element(region.base + int(offsets[apart[0]]))}"
+            said = Said(task.rank, task.program, task.name, "store", tensor, str(at))
+            m.findings.append(OverlappingStore.of_one(said, (region.name, frozenset({("store", at)}))))

@@ -14,7 +14,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.simulate.faults import Site
-from pkt.simulate.findings import MissingBarrier
+from pkt.simulate.findings import MissingBarrier, OverlappingStore
 from pkt.simulate.memory import Place, Region, Scattered, Strided
 from pkt.simulate.threads import Done
 from tests.simulate.helpers import assert_right, find_race, line_of, outcome
@@ -255,6 +255,44 @@ def element_before_a_block(x, flags, world, HOW: tl.constexpr, N: tl.constexpr):
 def test_all_warps_load_one_number_of_a_small_block(kernel: Any, n: int) -> None:
     assert_right(main, 2, (kernel, BARRIER, n), seeds=range(8))
     assert type(find_race(main, 2, (kernel, NOTHING, n))) is MissingBarrier
+
+
+@triton.jit
+def overlapping(x, HOW: tl.constexpr, n):
+    i = tl.arange(0, 64)
+    if HOW == "pairs":
+        tl.store(x + i // 2, i.to(tl.float32))
+    if HOW == "rows":
+        row, col = i[:, None], tl.arange(0, 4)[None, :]
+        tl.store(x + 2 * row + col, (row + 0 * col).to(tl.float32))
+    if HOW == "some of a block":
+        tl.store(x + i // 2, i.to(tl.float32), mask=(i < n) & (i != 7))
+    if HOW == "equal":
+        tl.store(x + i // 2, i // 2 * float("nan"))
+    if HOW == "one of each":
+        tl.store(x + i // 2, i.to(tl.float32), mask=i % 2 == 0)
+    if HOW == "rows apart":
+        row, col = i[:, None], tl.arange(0, 4)[None, :]
+        tl.store(x + 3 * row + col, (row + col).to(tl.float32), mask=col < n - 57)
+
+
+def overlapped(world: Any, how: str, **options: Any) -> None:
+    overlapping[(1,)](pkt.zeros(512, name="x"), how, 60, **options)
+
+
+@pytest.mark.parametrize("how", ["pairs", "rows", "some of a block"])
+@pytest.mark.parametrize("warps", [1, 4])
+def test_a_store_has_one_value_for_an_address(how: str, warps: int) -> None:
+    error = find_race(lambda world: overlapped(world, how, num_warps=warps), 1)
+    assert type(error) is OverlappingStore
+    place, element = line_of(overlapping, "tl.store"), 2 if how == "rows" else 0
+    assert f"overlapping store: store of rank 0's x[{element}] by rank 0 overlapping program 0 at " in str(error)
+    assert place.split(":")[0] in str(error)
+
+
+@pytest.mark.parametrize("how", ["equal", "one of each", "rows apart"])
+def test_equal_values_and_other_addresses_are_right(how: str) -> None:
+    assert_right(lambda world: overlapped(world, how), 1, seeds=range(2))
 
 
 def some(rng: np.random.Generator) -> Done:

@@ -179,10 +179,11 @@ class Atomics(Accesses):
                     part.write(np.ascontiguousarray(new))
             out[where] = old
             if record:
-                if failed and len(failed) == len(words):
-                    self.detector.look(access, "failed CAS", scope=scope)
-                else:
-                    self.detector.write(access, self._polls("atomic", at.call), is_async=False, at=at, scope=scope)
+                kind = "failed CAS" if failed and len(failed) == len(words) else self._polls("atomic", at.call)
+                if changed or clock is not None:
+                    self.detector.write(access, kind, is_async=False, at=at, scope=scope)
+                else:  # it has only read: Triton compiles the addition of 0 to a load
+                    self.detector.look(access, kind, at, scope)
                 self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1

@@ -91,6 +91,7 @@ class Detector:
         self.sync: dict[int, Sync] = {}
         self.reported: set[tuple] = set()
         self.narrow: dict[tuple[int, int], str] = {}  # (stamp, region) -> scope of an update, unless it is "system"
+        self.looked: dict[tuple[int, int], str] = {}  # the same of an atomic read
         self.sizes: dict[tuple[int, int], int] = {}  # (stamp, region) -> bytes of an updated element
         # (stamp, region, role) -> (kind, program, newest line) of the accesses with that stamp there
         self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
@@ -226,6 +227,8 @@ class Detector:
         if shadow.narrow or scope != "system" or len(shadow.sizes) > 1:
             self._check_updates(kind, access, touched_by(access), shadow.updater, m.clocks.fit(task.clock), scope)
         stamp = task.clock.item(column) << 32 | column << 16
+        if scope != "system":
+            self.looked[stamp, region.base] = scope
         offsets = (access.first() - region.base,) if access.count == 1 else access.byte_offsets().tolist()
         for offset in offsets:
             shadow.looks.setdefault((offset, size), {})[column] = stamp
@@ -271,7 +274,7 @@ class Detector:
                     shadow.sizes.add(access.itemsize)
             if shadow.narrow or len(shadow.sizes) > 1:
                 self._check_updates("atomic", access, touched, shadow.updater, clock, scope)
-            if shadow.looks and (scope != "system" or len(shadow.sizes) > 1):
+            if shadow.looks and (self.looked or scope != "system" or len(shadow.sizes) > 1):
                 self._check_looked(access, shadow, clock, scope)
         (shadow.updater if updates else shadow.writer).record(touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
@@ -346,7 +349,8 @@ class Detector:
                     for column, stamp in shadow.looks.get((offset, size), {}).items():
                         if clock[column] < stamp >> 32:
                             other = self.authors[stamp, base, "look"][1]
-                            remedy = self._apart(other, (scope, "system"), nbytes, size)
+                            both = scope, self.looked.get((stamp, base), "system")
+                            remedy = self._apart(other, both, nbytes, size)
                             if remedy:
                                 self._report("atomic", access, offset, stamp, "look", remedy)
 

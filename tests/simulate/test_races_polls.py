@@ -198,3 +198,51 @@ def test_a_cas_that_fails_releases_nothing() -> None:
     for error in found.values():
         assert isinstance(error, pkt.DataRace)
         assert "[1] by rank 1" in str(error)  # the loser's; the winner's is in order
+
+
+@triton.jit
+def read_twice(flag, out, world, HOW: tl.constexpr):
+    """A program reads by a plain load, or within its GPU alone, and the others by atomic reads."""
+    me = world.rank * tl.num_programs(0) + tl.program_id(0)
+    if HOW == "gpu":
+        found = pl.load_acquire(flag, 0, world, scope="gpu")
+    elif me == 0:
+        found = tl.load(flag)
+    elif HOW == "test":
+        found = pl.test(flag, 1, world).to(tl.int32)
+    elif HOW == "relaxed":
+        found = pl.load_relaxed(flag, world.rank, world)
+    else:
+        found = pl.load_acquire(flag, world.rank, world)
+    tl.store(out + me, found)
+
+
+def reads(world: Any, how: str) -> None:
+    flag, out = pkt.signals(1, unwaited=True), torch.empty(4, dtype=torch.int32)
+    if how != "test":
+        flag = pkt.zeros(1, dtype=torch.int32)
+    read_twice[(2,)](flag, out, world.device, how)
+
+
+@pytest.mark.parametrize("how", ["acquire", "relaxed", "test", "gpu"])
+def test_reads_are_no_race_with_each_other(how: str) -> None:
+    assert failures(reads, 2, range(12), args=(how,)) == {}
+
+
+@triton.jit
+def too_near(flag, out, world, scope: tl.constexpr):
+    if world.rank == 0:
+        tl.atomic_add(flag, 1, sem="relaxed", scope="sys")
+    else:
+        tl.store(out, pl.load_acquire(flag, 0, world, scope=scope))
+
+
+@pytest.mark.parametrize("scope", ["gpu", "sys"])
+def test_an_atomic_read_within_its_gpu_races_with_another_gpus_update(scope: str) -> None:
+    """Whichever comes first."""
+
+    def main(world: Any) -> None:
+        too_near[(1,)](pkt.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), world.device, scope)
+
+    found = failures(main, 2, range(12))
+    assert len(found) == (12 if scope == "gpu" else 0)

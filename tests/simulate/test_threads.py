@@ -290,6 +290,14 @@ def test_a_store_has_one_value_for_an_address(how: str, warps: int) -> None:
     assert place.split(":")[0] in str(error)
 
 
+def test_an_overlap_is_told_once() -> None:
+    def twice(world: Any) -> None:
+        for _ in range(2):
+            overlapped(world, "pairs")
+
+    assert len(outcome(twice, 1).findings) == 1
+
+
 @pytest.mark.parametrize("how", ["equal", "one of each", "rows apart"])
 def test_equal_values_and_other_addresses_are_right(how: str) -> None:
     assert_right(lambda world: overlapped(world, how), 1, seeds=range(2))

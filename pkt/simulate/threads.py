@@ -10,6 +10,8 @@ alike, so that `tl.load(p + i)` behind `tl.store(p + i, x)` finds what its own t
 elements are stored by one warp, whose threads go in step, but loaded by every warp. One number of such a block is taken
 to be loaded for all of them, as an index from a table. What else is loaded is taken to be for the warp that stored it.
 Nothing is said about a program of one warp, or about TMA.
+
+One store may put two elements at one address, in any number of warps. `check_overlap` finds those of different values.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _encoder(of: Any, how: dict[str, Any]) -> Callable[[int], Any]:
     from triton.backends.nvidia import driver as nvidia
 
     kept, utils = dict[int, Any](), driver.active.utils
-    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # until Triton 3.6
+    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # its name in Triton 3.6
     element = nvidia.TMA_TF32 if getattr(of, "round_f32_to_tf32", False) else how["elem_type"]
     form = how["swizzle"], how["elem_size"], nvidia.TMA_DTYPE_DEVICE_TO_HOST[element], how["block_size"]
     extent = of.shape, of.strides, int(of.padding == "nan")

@@ -371,7 +371,7 @@ class Builder(InterpreterBuilder):
         for name, nbytes in parts.items():
             if nbytes % 16:
                 found = f"{name} is {nbytes % 16} bytes past a multiple of 16 bytes, which TMA needs"
-                raise ValueError(f"descriptor of {element} at {site()}: {found}: pad the tensor, or use tl.load")
+                raise ValueError(f"descriptor of {element} at {site()}: {found}: align it, or use tl.load")
         return super().create_make_tensor_descriptor(base, shape, strides, *rest)
 
     def create_descriptor_load(self, desc, indices, *policy):

@@ -378,7 +378,7 @@ def descriptor_of_rows(x, out, stride):
 def test_a_descriptors_address_and_strides_must_be_multiples_of_16_bytes() -> None:
     x, out = torch.ones(64), torch.zeros(1)
     for begin, stride, found in ((1, 4, "its address is 4"), (0, 9, "stride 0 is 4")):
-        said = f"descriptor of fp32 at .*: {found} bytes past a multiple of 16 bytes, .*: pad the tensor"
+        said = f"descriptor of fp32 at .*: {found} bytes past a multiple of 16 bytes, .*: align it, or use tl.load"
         with pytest.raises(RankFailed, match=said):
             run(descriptor_of_rows, (1,), x[begin:], out, stride)
     run(descriptor_of_rows, (1,), x[4:], out, 8)
